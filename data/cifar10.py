@@ -69,10 +69,11 @@ class Cifar10Parquet(ImageDataset):
         return len(self.class_labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, where = self.images[index].as_py(), f"{self.where}, row {index}"
-        if image is None or image["bytes"] is None:
+        image, where = self.images[index], f"{self.where}, row {index}"
+        data = image["bytes"].as_py() if image.is_valid else None
+        if data is None:
             raise corrupt_image(where, "no data")
-        sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where)
+        sample = load_sample(data, sample_shape=self.sample_shape, where=where)
         return {"sample": torch.from_numpy(sample), "class_label": int(self.class_labels[index])}
 
 

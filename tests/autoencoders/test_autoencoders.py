@@ -491,6 +491,27 @@ def test_autoencoder_kl_gives_what_diffusers_gives(tmp_path: Path, options: dict
     assert torch.equal(opened.decode(latents), model.decode(latents / factor + shift).sample)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scaling_factor": [1.0]},
+        {"scaling_factor": "big"},
+        {"shift_factor": [32, 64]},
+        {"shift_factor": 10**400},
+        {"latents_std": [1.0] * 4, "latents_mean": ["a"] * 4},
+        {"latents_mean": [0.0] * 4, "latents_std": {"a": 1}},
+        {"layers_per_block": 2**40},
+        {"norm_num_groups": 2.0},
+    ],
+)
+def test_numbers_of_config_json_that_diffusers_does_not_check_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    path = save(kl(), tmp_path, **changes)
+    with pytest.raises(ConfigError, match=rf"config\.json has .*{list(changes)[-1]}"):
+        open_as("diffusers", path=path)
+
+
 @torch.no_grad()
 def test_autoencoder_dc_gives_what_diffusers_gives(tmp_path: Path) -> None:
     model = dc(scaling_factor=0.41407)

@@ -60,6 +60,7 @@ from torchditan.weights.imported_run import import_weights
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.model_card import Statements
 from torchditan.weights.share import share_model
+from torchditan.weights.shared import is_shared
 from torchditan.weights.trained_model import TrainedModel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -135,6 +136,8 @@ def _seal_shared() -> None:
 
 
 def _open_shared() -> None:
+    if not is_shared("shared"):  # without weights it may be a run, whose links are the user's
+        raise ConfigError("no shared model")
     _use(load("shared"))
 
 

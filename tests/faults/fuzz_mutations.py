@@ -367,7 +367,7 @@ def _change_text(path: Path, rng: random.Random) -> str:
     number = rng.randrange(len(lines))
     new = rng.choice(TEXTS)
     lines[number] = new if rng.random() < 0.7 else lines[number] + new
-    if rng.random() < 0.1:
+    if rng.random() < 0.1 and len(lines) < 10_000:
         lines *= 200
     path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass" if "\ud800" in new else "surrogateescape"))
     return f"line {number}: {new[:40]!r}"

@@ -903,6 +903,18 @@ def test_an_autoencoder_beyond_measure_is_not_built(architecture: dict[str, int]
     refuse(lambda: open_as("patch", "earth2"), 'autoencoder.path = "earth2"', "architecture", "1024")
 
 
+def test_a_parquet_file_whose_names_are_no_text_is_read() -> None:
+    names = pyarrow.StringArray.from_buffers(
+        1, pyarrow.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0])), pyarrow.py_buffer(b"\xb1")
+    )
+    with io.BytesIO() as file:
+        Image.new("RGB", (32, 32)).save(file, "PNG")
+        data = pyarrow.array([file.getvalue()])
+    images = pyarrow.StructArray.from_arrays([data, names], ["bytes", "path"])
+    parquet.write_table(pyarrow.table({"image": images, "label": [0]}), "train.parquet")
+    assert open_dataset("cifar10", root_dir="train.parquet")[0]["sample"].shape == (3, 32, 32)
+
+
 def test_a_parquet_file_that_is_damaged_inside_is_one_line() -> None:
     table = pyarrow.table({"image": [{"bytes": b"abc" * 9_000, "path": "x"}], "label": [0]})
     parquet.write_table(table, "train.parquet", compression="gzip")

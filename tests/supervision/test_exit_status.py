@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -37,6 +41,15 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(name: str, tmp_path: P
     assert "Traceback" not in run.stderr
     assert "BrokenPipe" not in run.stderr
     assert run.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "generate", "evaluate", "report", "ablate", "train quickstart --job.dump_folder"]
+)
+def test_a_name_that_no_disk_takes_is_one_line(command: str, run_script: RunScript) -> None:
+    code, _, errors = run_script("torchditan", *command.split(), "a" * 300)
+    assert code == 2
+    assert errors == f"error: {'a' * 97}... is too long for the name of a file\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")

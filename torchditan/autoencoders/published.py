@@ -13,8 +13,10 @@ Notable:
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torchditan.autoencoders.autoencoder import Autoencoder, dtype_of
 from torchditan.autoencoders.catalogue import PUBLISHED, Published
 from torchditan.autoencoders.hub import find_weights, first_line, place_of, require
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error, shorten
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
@@ -78,8 +80,9 @@ class DiffusersAutoencoder(Autoencoder):
             ConfigError: it is of another class, or weights and config do not match.
         """
         config = _read_config(folder)
-        model = _build(config, folder=folder)
         weights = _read_weights(folder)
+        _check_config(config, num_tensors=len(weights), folder=folder)
+        model = _build(config, folder=folder)
         _check_weights(weights, model, folder=folder)
         dtype = dtype or _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
         # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
@@ -93,6 +96,9 @@ class DiffusersAutoencoder(Autoencoder):
         """Set (z - shift_factor) x scaling_factor, or (z - mean) x scaling_factor / std, as diffusers' pipelines do."""
         factor, shift = config.get("scaling_factor"), config.get("shift_factor")
         mean, std = config.get("latents_mean"), config.get("latents_std")
+        for key, value in (("scaling_factor", factor), ("shift_factor", shift)):
+            if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
+                raise _refuse(folder, f"{FILES[0]} has {key} = {shorten(json.dumps(value), most=60)}; must be a number")
         if factor is None and mean is None and published is not None:
             factor, shift = published.scale, published.shift
         if mean is not None and std is not None:
@@ -130,6 +136,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
         described = f"describes {class_name or 'a model that is not from diffusers'}; must be {' or '.join(CLASSES)}"
         raise _refuse(folder, f"{FILES[0]} {described}")
     return config
+
+
+def _check_config(config: dict[str, Any], *, num_tensors: int, folder: Path) -> None:
+    """Refuse what diffusers would build for hours, or notice only when it encodes: many layers, fractions of groups."""
+    initialise = getattr(require("diffusers"), config["_class_name"]).__init__
+    defaults = {name: entry.default for name, entry in inspect.signature(initialise).parameters.items()}
+    for key, value in config.items():
+        if type(defaults.get(key)) is int and isinstance(value, float):
+            raise _refuse(folder, f"{FILES[0]} has {key} = {value}; must be an integer")
+        counts = value if isinstance(value, list) else [value]
+        if "layers" in key and any(isinstance(count, int) and count > num_tensors for count in counts):
+            has = f"has {key} = {shorten(json.dumps(value), most=60)}, and {FILES[1]} has {num_tensors} tensors"
+            raise _refuse(folder, f"{FILES[0]} {has}")
 
 
 def _build(config: dict[str, Any], *, folder: Path) -> Any:
@@ -176,7 +195,10 @@ def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dt
 
 
 def _per_channel(values: Any, num_channels: int, *, key: str, folder: Path) -> Tensor:
-    tensor = torch.tensor(values, dtype=torch.float32).flatten()  # some configs have shape (1, C, 1, 1)
+    try:
+        tensor = torch.tensor(values, dtype=torch.float32).flatten()  # some configs have shape (1, C, 1, 1)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise _refuse(folder, f"{FILES[0]} has other values than numbers as {key}") from None
     if tensor.shape != (num_channels,):
         many = f"{tensor.numel()} numbers as {key}; must have {num_channels}, one per latent channel"
         raise _refuse(folder, f"{FILES[0]} has {many}")

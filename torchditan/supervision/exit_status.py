@@ -13,6 +13,7 @@ It reads what the ranks wrote into the folder, prints one line on how they ended
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import io
 import os
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, shorten
 from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
 from torchditan.distributed.torch_versions import check_torch
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
@@ -65,6 +66,9 @@ def verdict_of(error: BaseException) -> Verdict:
     reason = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ConfigError):
         return Verdict("error", 2, reason)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename is not None:
+        name = shorten(os.fsdecode(error.filename), most=100)
+        return Verdict("error", 2, str(ConfigError(f"{name} is too long for the name of a file")))
     if isinstance(error, Interrupted):
         return Verdict("interrupted", 75, reason)
     if isinstance(error, KeyboardInterrupt):
