@@ -502,6 +502,7 @@ def test_autoencoder_kl_gives_what_diffusers_gives(tmp_path: Path, options: dict
         {"latents_mean": [0.0] * 4, "latents_std": {"a": 1}},
         {"layers_per_block": 2**40},
         {"norm_num_groups": 2.0},
+        {"norm_num_groups": -2},
     ],
 )
 def test_numbers_of_config_json_that_diffusers_does_not_check_are_refused(
@@ -510,6 +511,11 @@ def test_numbers_of_config_json_that_diffusers_does_not_check_are_refused(
     path = save(kl(), tmp_path, **changes)
     with pytest.raises(ConfigError, match=rf"config\.json has .*{list(changes)[-1]}"):
         open_as("diffusers", path=path)
+
+
+def test_a_scale_beyond_64_bits_is_a_number(tmp_path: Path) -> None:
+    opened = open_as("diffusers", path=save(kl(), tmp_path, scaling_factor=2**80, shift_factor=2**70))
+    assert opened.scale.tolist() == [2.0**80] * 4 and opened.shift.tolist() == [2.0**70] * 4
 
 
 @torch.no_grad()

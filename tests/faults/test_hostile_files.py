@@ -872,7 +872,10 @@ def test_a_number_beyond_floating_point_is_one_line(number: str) -> None:
     refuse(lambda: load_grid("./grid.toml"), "timeout_s", "number greater than 0")
 
 
-@pytest.mark.parametrize(("line", "about"), [("base = []", "base = []"), ("exclude = [1]", "exclude = [1]")])
+@pytest.mark.parametrize(
+    ("line", "about"),
+    [("base = []", "base = []"), ("exclude = [1]", "exclude = [1]"), ("[axes]\nprecision = [[]]", "precision")],
+)
 def test_a_grid_with_other_types_is_one_line(line: str, about: str) -> None:
     write("grid.toml", line)
     refuse(lambda: load_grid("./grid.toml"), about)

@@ -442,7 +442,7 @@ def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
         flags[_REPLICATE], flags[_SHARD] = parallel_degrees(flags.pop(PARALLEL))
     if PRECISION in flags:
         precision = flags.pop(PRECISION)
-        if precision not in PRECISIONS:
+        if not isinstance(precision, str) or precision not in PRECISIONS:
             right = f"must be one of {', '.join(PRECISIONS)}{did_you_mean(str(precision), PRECISIONS)}"
             raise option_error(PRECISION, precision, right)
         flags |= PRECISIONS[precision]

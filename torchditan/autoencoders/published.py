@@ -103,11 +103,11 @@ class DiffusersAutoencoder(Autoencoder):
             factor, shift = published.scale, published.shift
         if mean is not None and std is not None:
             shift = _per_channel(mean, self.latent_channels, key="latents_mean", folder=folder)
-            scale = (factor or 1.0) / _per_channel(std, self.latent_channels, key="latents_std", folder=folder)
+            scale = float(factor or 1.0) / _per_channel(std, self.latent_channels, key="latents_std", folder=folder)
             self.set_normalization(shift=shift, scale=scale)
         elif factor is not None:
             ones = torch.ones(self.latent_channels)
-            self.set_normalization(shift=ones * (shift or 0.0), scale=ones * factor)
+            self.set_normalization(shift=ones * float(shift or 0.0), scale=ones * float(factor))
 
     def drop_decoder(self) -> None:
         del self._model.decoder
@@ -143,8 +143,9 @@ def _check_config(config: dict[str, Any], *, num_tensors: int, folder: Path) -> 
     initialise = getattr(require("diffusers"), config["_class_name"]).__init__
     defaults = {name: entry.default for name, entry in inspect.signature(initialise).parameters.items()}
     for key, value in config.items():
-        if type(defaults.get(key)) is int and isinstance(value, float):
-            raise _refuse(folder, f"{FILES[0]} has {key} = {value}; must be an integer")
+        is_wrong = isinstance(value, float) or (isinstance(value, int) and value < 0)
+        if type(defaults.get(key)) is int and is_wrong:
+            raise _refuse(folder, f"{FILES[0]} has {key} = {value}; must be an integer of 0 or more")
         counts = value if isinstance(value, list) else [value]
         if "layers" in key and any(isinstance(count, int) and count > num_tensors for count in counts):
             has = f"has {key} = {shorten(json.dumps(value), most=60)}, and {FILES[1]} has {num_tensors} tensors"
