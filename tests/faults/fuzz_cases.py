@@ -34,6 +34,8 @@ MEMORY = 384 << 20
 PICTURE_MEMORY = 3 << 29
 """The same for pictures: Pillow refuses more than 179 million pixels, and its WebP decoder has two canvases of 4 bytes
 each. A picture of one colour in so many pixels is a small file."""
+PARQUET_MEMORY = 9 << 28
+"""Arrow reserves what a damaged page claims, up to 2 GiB, and refuses it then."""
 MEMORY_PER_BYTE = 64
 CPU_SECONDS = 15.0
 _HARD_LIMIT = 3 << 30

@@ -22,7 +22,7 @@ import cards
 import numpy as np
 import tiny_runs
 import torch
-from fuzz_cases import PICTURE_MEMORY, Kind
+from fuzz_cases import PARQUET_MEMORY, PICTURE_MEMORY, Kind
 from ledger_rows import row
 from PIL import Image
 from safetensors.torch import save, save_file
@@ -561,7 +561,7 @@ KINDS = {
         Kind("folder_of_runs", _make_run_folder, _undrawn(_analyse_runs), ("runs/*/*.json*",)),
         Kind("ledger", _make_ledger, _undrawn(_open_ledger)),
         Kind("ledger_drawn", _make_ledger, _open_ledger),
-        Kind("parquet", _make_parquet, _open_parquet, memory=PICTURE_MEMORY),
+        Kind("parquet", _make_parquet, _open_parquet, memory=PARQUET_MEMORY),
         Kind("patch_autoencoder", _make_patch, functools.partial(_open_as, "patch", "patch")),
         Kind("diffusers_autoencoder", _make_diffusers, functools.partial(_open_as, "diffusers", "vae")),
         Kind("torchscript", _make_torchscript, functools.partial(_open_as, "cosmos", "cosmos")),
