@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error, shorten, some
+from torchditan.config.errors import ConfigError, is_finite_number, option_error, shorten, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.config.prompts import is_unicode
 from torchditan.datasets.folder import walk_folders
@@ -263,7 +263,8 @@ def _weights(given: Any, count: int, *, where: str, refusal: Refusal) -> tuple[f
     if given is None:
         return ()
     is_right = isinstance(given, list) and len(given) == count
-    if not is_right or not all(type(weight) in (int, float) and 0 < weight < math.inf for weight in given):
+    is_right = is_right and all(is_finite_number(weight) and weight > 0 for weight in given)
+    if not is_right or math.isinf(sum(map(float, given))):
         raise refusal(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
     return tuple(given)
 
@@ -283,7 +284,7 @@ def _find_listed(root: Path, name: str, *, where: str, is_video: bool, refusal: 
     if relative.is_absolute() or ".." in relative.parts or os.path.isabs(name):
         raise refusal(f"{where}: {name} is outside the folder; must be a path inside it")
     path = root / relative
-    if is_video and os.path.isdir(path):  # unlike Path.is_dir, not an error for a name that no disk takes
+    if is_video and os.path.isdir(path):  # unlike Path.is_dir, no error for a name that is too long
         frames = _numbered_frames(path, [entry.name for entry in path.iterdir() if not entry.name.startswith(".")])
         if not frames.files:
             raise refusal(f"{where}: the folder {name} holds no frames")

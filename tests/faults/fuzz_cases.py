@@ -261,8 +261,8 @@ def open_case(kind: Kind, case: Path, watch: _Watch, output: Path) -> Outcome:
         is_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
         name = "memory" if is_memory else "traceback"
         outcome = Outcome(name, f"{type(error).__name__}: {error}"[:500], _place_of(error), text[-8_000:])
-        if verdict_of(error).exit_code == 2:  # a command would print one line
-            outcome = Outcome("refused", verdict_of(error).reason)
+        if (verdict := verdict_of(error)).exit_code == 2:  # a command would print one line
+            outcome = Outcome("refused", verdict.reason)
     finally:
         watch.case = None
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

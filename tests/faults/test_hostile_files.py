@@ -779,7 +779,7 @@ def test_statistics_take_no_more_memory_than_their_file(name: str, descr: str, s
     tracemalloc.stop()
 
 
-def test_the_name_of_an_extractor_with_numbers_that_are_no_characters_is_one_line() -> None:
+def test_an_extractor_name_with_invalid_characters_is_one_line() -> None:
     with zipfile.ZipFile("hostile.npz", "w") as archive:
         archive.writestr("extractor.npy", npy("'<U1'", "()", b"\xff\xff\xff\xff"))
     refuse(lambda: read_statistics(Path("hostile.npz"), extractor="E"), "hostile.npz", ".npz", "statistics")
@@ -850,8 +850,16 @@ def test_a_listed_file_with_deep_brackets_is_one_line() -> None:
     refuse(lambda: open_dataset("captions", root_dir="pictures", image_size=[8, 8]), about, "metadata.jsonl", "JSON")
 
 
+@pytest.mark.parametrize("weights", [[0.5, 10**400], [1e308, 1e308], [float("inf"), 1], [True, 1], [0, 1]])
+def test_caption_weights_without_a_finite_sum_are_one_line(weights: list[Any]) -> None:
+    row = {"file_name": "a.png", "text": ["one", "two"], "weights": weights}
+    write("pictures/metadata.jsonl", json.dumps(row))
+    about = 'dataset.root_dir = "pictures"'
+    refuse(lambda: open_dataset("captions", root_dir="pictures", image_size=[8, 8]), about, "weights", "2 positive")
+
+
 @pytest.mark.parametrize("name", ["a" * 300 + ".png", "\u754c" * 200 + ".png", "nul\0.png"])
-def test_a_listed_file_with_a_name_that_no_disk_takes_is_one_line(name: str) -> None:
+def test_a_listed_file_with_an_impossible_name_is_one_line(name: str) -> None:
     write("pictures/metadata.jsonl", json.dumps({"file_name": name, "text": "a caption"}))
     about = 'dataset.root_dir = "pictures"'
     refuse(lambda: open_dataset("captions", root_dir="pictures", image_size=[8, 8]), about, "does not exist")
@@ -906,7 +914,7 @@ def test_an_autoencoder_beyond_measure_is_not_built(architecture: dict[str, int]
     refuse(lambda: open_as("patch", "earth2"), 'autoencoder.path = "earth2"', "architecture", "1024")
 
 
-def test_a_parquet_file_whose_names_are_no_text_is_read() -> None:
+def test_a_parquet_file_with_file_names_that_are_not_utf8_is_read() -> None:
     names = pyarrow.StringArray.from_buffers(
         1, pyarrow.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0])), pyarrow.py_buffer(b"\xb1")
     )

@@ -46,7 +46,7 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(name: str, tmp_path: P
 @pytest.mark.parametrize(
     "command", ["train", "generate", "evaluate", "report", "ablate", "train quickstart --job.dump_folder"]
 )
-def test_a_name_that_no_disk_takes_is_one_line(command: str, run_script: RunScript) -> None:
+def test_a_name_too_long_for_the_file_system_is_one_line(command: str, run_script: RunScript) -> None:
     code, _, errors = run_script("torchditan", *command.split(), "a" * 300)
     assert code == 2
     assert errors == f"error: {'a' * 97}... is too long for the name of a file\n"

@@ -22,13 +22,12 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.config.errors import ConfigError, did_you_mean, is_finite_number, option_error
 from torchditan.config.legacy_keys import adopt_file, adopt_legacy
 from torchditan.config.loader import (
     TRAIN_CONFIGS,
@@ -372,7 +371,7 @@ def _check_numbers(grid: Grid) -> None:
         raise option_error("window", grid.window, right)
     for key in ("timeout_s", "memory_limit_gib"):
         value = getattr(grid, key)
-        is_number = type(value) in (int, float) and 0 < value <= sys.float_info.max
+        is_number = is_finite_number(value) and value > 0
         if not is_number and not (value is None and key == "memory_limit_gib"):
             raise option_error(key, value, "must be a number greater than 0")
     if type(grid.one_at_a_time) is not bool:

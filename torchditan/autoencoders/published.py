@@ -16,7 +16,6 @@ import hashlib
 import inspect
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torchditan.autoencoders.autoencoder import Autoencoder, dtype_of
 from torchditan.autoencoders.catalogue import PUBLISHED, Published
 from torchditan.autoencoders.hub import find_weights, first_line, place_of, require
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error, shorten
+from torchditan.config.errors import ConfigError, is_finite_number, option_error, shorten
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
@@ -97,7 +96,7 @@ class DiffusersAutoencoder(Autoencoder):
         factor, shift = config.get("scaling_factor"), config.get("shift_factor")
         mean, std = config.get("latents_mean"), config.get("latents_std")
         for key, value in (("scaling_factor", factor), ("shift_factor", shift)):
-            if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
+            if value is not None and not is_finite_number(value):
                 raise _refuse(folder, f"{FILES[0]} has {key} = {shorten(json.dumps(value), most=60)}; must be a number")
         if factor is None and mean is None and published is not None:
             factor, shift = published.scale, published.shift

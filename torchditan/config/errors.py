@@ -6,8 +6,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _SECRET = re.compile(
@@ -50,6 +51,11 @@ def shorten(text: str, *, most: int) -> str:
 def has_secret(text: str) -> bool:
     """Whether a text contains a token, or an address with a password or a key: `s3://key:secret@bucket`."""
     return _SECRET.search(text) is not None
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether a value of a TOML or JSON file is a number that fits in a float: not true, NaN, 1e999 or 10**400."""
+    return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
 
 
 def option_error(option: str, value: Any, right: str) -> ConfigError:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from torchditan.config import options as config_module
-from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_error
+from torchditan.config.errors import ConfigError, did_you_mean, is_finite_number, nearest, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
 from torchditan.config.prompts import has_file, read_prompts
@@ -351,7 +351,7 @@ def _coerce(option: Option, value: Any) -> Any:
 def _coerce_one(option: Option, element: Any, value: Any) -> Any:
     # In Python bool is a subclass of int, but `steps = true` is an error.
     if option.kind is float and type(element) in (int, float):
-        if not abs(element) <= sys.float_info.max:
+        if not is_finite_number(element):
             raise option_error(option.name, value, "must be a finite number")
         return float(element)
     if option.name == "activation_checkpoint.selective_ac_option" and type(element) is int:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import statistics
-import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, is_finite_number
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config, Sampling, Training
 from torchditan.config.trajectory import VALUES_BEFORE, trajectory
@@ -270,7 +269,7 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
             raise _DamagedError(f"{prefix}{unknown[0]} is not an entry of version {VERSION}")
         build: Any = kind
         return build(**{key: _decode(hints[key], entry, f"{prefix}{key}") for key, entry in value.items()})
-    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # no NaN, no infinity
+    if kind is float and is_finite_number(value):
         return float(value)
     if value in inner if origin is Literal else type(value) is kind is not float:  # a bool is no integer here
         return value

@@ -35,7 +35,7 @@ _LONGEST_TEXT = 4_096
 """Bytes of the extractor's name."""
 _DAMAGE = (OSError, KeyError, ValueError, EOFError, RuntimeError, SystemError, zlib.error, zipfile.BadZipFile)
 """What zipfile and numpy raise for a file that is damaged or no archive. RuntimeError: an encrypted entry, or an
-unknown compression. SystemError: a text with numbers that are no characters."""
+unknown compression. SystemError: a text with invalid code points."""
 
 
 def image_shape(path: Path) -> tuple[int, int, int]:

@@ -164,7 +164,7 @@ def _read(folder: Path, file: str, *, shown: str) -> Any:
 
 
 def _library(folder: Path) -> str | None:
-    """`library_name` in the folder's config.json; that of ours for a link next to weights, so that it is refused."""
+    """`library_name` in config.json. If it is a link out of a folder with weights: ours, so that opening refuses it."""
     try:
         content = json.loads(_inside(folder, CONFIG_FILE, shown=str(folder)).read_bytes())
     except ConfigError:
