@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import collections
 import fnmatch
+import importlib.abc
+import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +66,36 @@ class Suite:
 def name_of(nodeid: str) -> str:
     """`Class::test` of a test's id; a file that was not collected keeps its id."""
     return nodeid.partition("::")[2] or nodeid
+
+
+class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules with an empty class for each name, for libraries that a suite imports and its chosen tests do not use."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        self.libraries = libraries
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        is_absent = name.partition(".")[0] in self.libraries
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__getattr__ = empty_class  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def empty_class(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def stand_in_for(libraries: Sequence[str]) -> None:
+    """From now on, imports of these libraries (top-level names) give stand-ins, installed or not."""
+    sys.meta_path.insert(0, StandIn(libraries))
 
 
 def main(

@@ -8,8 +8,6 @@ PRX trains with composer and other libraries that its average does not need: nam
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 from types import ModuleType
 from typing import Any
@@ -39,28 +37,6 @@ SKIPPED = {
 }
 
 
-class Nothing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The modules of `ABSENT`, with an empty class for each name."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        is_absent = name.partition(".")[0] in ABSENT
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__getattr__ = empty_class  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-def empty_class(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
-
-
 def compute_ema(model: nn.Module, averaged: Any, smoothing: float) -> None:
     """One update of their averaged model, by ours."""
     ema = EMA(model, decay=smoothing, warmup=False)
@@ -73,5 +49,5 @@ def replace(module: ModuleType) -> None:
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, Nothing())
+    foreign_suite.stand_in_for(ABSENT)
     sys.exit(foreign_suite.main(__doc__ or "", tests=["tests/unit/test_ema.py"], replace=replace, skipped=SKIPPED))
