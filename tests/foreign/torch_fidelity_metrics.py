@@ -39,10 +39,8 @@ SKIPPED = {
     "*_fp64_*": "float64 features; ours are float32",
     "*_fp32_cuda": "needs a GPU",
 }
-
-
 LOGIT_SCALE = 2
-"""Logits of deviation 0.8."""
+"""Of the weights of the last layer: logits of deviation 0.8 over pictures, scores of 1.2 to 1.3."""
 
 
 @functools.cache
