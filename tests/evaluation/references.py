@@ -19,34 +19,18 @@ from typing import Any
 import pytest
 import torch
 
-WITHOUT_TORCHVISION = '''
-import importlib.machinery
+FOREIGN = Path(__file__).parents[1] / "foreign"
+BEFORE = """
 import sys
-import types
 import torch
 
-class Stub(types.ModuleType):
-    """The references import torchvision for data sets and other networks, which these tests do not touch."""
-    __path__ = []
+sys.path.append(sys.argv[3])
+import foreign_suite
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return object
-
-class Stubs:
-    def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self) if name.split(".")[0] == "torchvision" else None
-
-    def create_module(self, spec):
-        return Stub(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-sys.meta_path.insert(0, Stubs())
+# The references import it for data sets and other networks, which these tests do not touch.
+foreign_suite.stand_in_for(["torchvision"])
 given = torch.load(sys.argv[1])
-'''
+"""
 
 
 def run_reference(package: str, script: str, given: Any, *, folder: Path) -> Any:
@@ -55,6 +39,6 @@ def run_reference(package: str, script: str, given: Any, *, folder: Path) -> Any
         pytest.skip(f"{package} is not installed; tests/evaluation/references.py says how to install it for this test")
     torch.save(given, folder / "given.pt")
     files = [str(folder / name) for name in ("given.pt", "result.pt")]
-    whole = WITHOUT_TORCHVISION + script + "\ntorch.save(result, sys.argv[2])\n"
-    subprocess.run([sys.executable, "-c", whole, *files], check=True)
+    whole = BEFORE + script + "\ntorch.save(result, sys.argv[2])\n"
+    subprocess.run([sys.executable, "-c", whole, *files, str(FOREIGN)], check=True)
     return torch.load(files[1])
