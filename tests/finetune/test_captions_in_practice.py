@@ -264,12 +264,16 @@ class Means(MetricOfAllPictures):
 
 
 def test_a_run_on_captions_is_compared_with_its_images(tmp_path: Path, run_script: RunScript) -> None:
-    captions = {f"{i}.png": {"text": f"ball {i}"} for i in range(4)}
+    captions = {f"{i}.png": {"text": f"ball {i}, red, small"} for i in range(4)}
     flags = [*flags_for(write(tmp_path / "data", captions)), "--training.steps=6", "--dataset.held_out=1"]
-    flags += ["--optimizer.lr=1e-2", "--sampling.guidance_scale=3"]
+    flags += ["--optimizer.lr=1e-2", "--sampling.guidance_scale=3", "--sampling.num_steps=2"]
+    flags += ["--dataset.shuffle_tags=2", "--training.mixed_precision_param=float32"]
+    in_training = ["--evaluation.freq=3", f"--evaluation.metrics={__name__}:Means", "--evaluation.num_samples=7"]
     run = tmp_path / "run"
-    trained = run_script("torchditan", "train", *tiny_runs.job(run, *tiny_runs.KEEP, *flags, "--sampling.num_steps=2"))
+    trained = run_script("torchditan", "train", *tiny_runs.job(run, *tiny_runs.KEEP, *flags, *in_training))
     assert trained.code == 0, trained.err
+    measured = [record for record in read_metrics(run) if "generated" in record]
+    assert [record["step"] for record in measured] == [3, 6]
 
     metric = f"--metrics={__name__}:Means"
     evaluated = run_script("torchditan", "evaluate", run, metric, "--num_samples=7", "--out=card")
@@ -277,6 +281,8 @@ def test_a_run_on_captions_is_compared_with_its_images(tmp_path: Path, run_scrip
     card = read_card("card")
     assert card.reference is not None and card.held_out is not None and card.class_balance is None
     assert (card.reference.num_images, card.held_out.num_images) == (3, 1)
+    for name in ("train", "held_out", "generated"):
+        assert card.figures[name].value == pytest.approx(measured[-1][name]), name
     again = run_script("torchditan", "evaluate", "--card=card", "--out=again")
     assert again.code == 0 and "equal to the bit" in again.err, again.err
 
@@ -294,6 +300,25 @@ def test_a_run_on_captions_is_compared_with_its_images(tmp_path: Path, run_scrip
     refusal = run_script("torchditan", "evaluate", run, "--metrics=classifier", "--num_samples=7")
     assert refusal.code == 2
     assert_refused(refusal.err, '--metrics = "classifier"', ["without labels"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "mentions"),
+    [
+        (["--autoencoder.path=somewhere"], "pixels of one size"),
+        (["--dataset.aspect_buckets", "--dataset.image_size=32"], "pixels of one size"),
+        (["--dataset.dataset_name=dummy", "--model.text_tokens=4", "--model.text_width=8"], "has none; must be 0"),
+        (["--model.name=flux", "--model.text=none", "--text_encoder.path=x"], "evaluates no published models"),
+    ],
+)
+def test_an_evaluation_in_training_needs_pictures_to_compare(
+    flags: list[str], mentions: str, tmp_path: Path, run_script: RunScript
+) -> None:
+    data = write(tmp_path / "data", {f"{i}.png": {"text": f"ball {i}"} for i in range(4)})
+    given = [*flags_for(data), "--dataset.held_out=1", *flags, "--evaluation.freq=3"]
+    outcome = run_script("torchditan", "train", *tiny_runs.job(tmp_path / "run", *given))
+    assert outcome.code == 2
+    assert_refused(outcome.err, "evaluation.freq = 3", [mentions])
 
 
 def test_embeddings_that_are_looked_up_keep_the_negative_prompt() -> None:

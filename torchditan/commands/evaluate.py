@@ -212,12 +212,9 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
 
 
 def is_judged_by_prompts(args: argparse.Namespace, trained: TrainedModel) -> bool:
-    """Whether a metric of prompts was chosen, or is the only one for the dataset of this model of captions."""
-    from torchditan.registry import METRICS, registered, resolve
+    from torchditan.evaluation import evaluator
 
-    if trained.config.dataset.dataset_name == registered(METRICS, "prompts").needs_dataset:  # without end
-        return True
-    return any(hasattr(resolve(METRICS, "--metrics", name)[0], "needs_dataset") for name in args.metrics or [])
+    return evaluator.is_judged_by_prompts(args.metrics or [], trained.config.dataset.dataset_name)
 
 
 def check_pictures_of_captions(args: argparse.Namespace, trained: TrainedModel) -> None:

@@ -441,9 +441,14 @@ def _validate_streaming(config: Config) -> None:
 def _validate_evaluation(config: Config) -> None:
     if not config.evaluation.metrics:
         raise option_error("evaluation.metrics", [], f"must be one or more of {', '.join(METRICS)}")
-    is_judged = config.model.text is not None and config.evaluation.metrics == ["prompts"]
-    if config.evaluation.freq and not is_judged and (config.model.text is not None or config.model.name in FAMILIES):
-        right = "draws samples of classes, and this model reads captions; must be 0, or evaluation.metrics prompts"
+    if config.evaluation.freq == 0:
+        return
+    if config.model.name in FAMILIES:
+        right = "evaluates no published models, whose samples validation compares; must be 0"
+        raise option_error("evaluation.freq", config.evaluation.freq, right)
+    is_latent = config.autoencoder.name is not None or config.autoencoder.path is not None
+    if config.model.text is not None and (is_latent or config.dataset.aspect_buckets):
+        right = "evaluates models of captions on pixels of one size only; must be 0 for others"
         raise option_error("evaluation.freq", config.evaluation.freq, right)
 
 

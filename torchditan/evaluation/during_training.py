@@ -11,12 +11,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.precision import float64_device
 from torchditan.evaluation.drawing import draw_pictures, plan_prompts, plan_samples
-from torchditan.evaluation.evaluator import Evaluator, RealImages, feature_cache_folder, numbers_of
-from torchditan.evaluation.metric import Evaluation, ToPixels
+from torchditan.evaluation.evaluator import (
+    Evaluator,
+    RealImages,
+    feature_cache_folder,
+    is_judged_by_prompts,
+    numbers_of,
+)
+from torchditan.evaluation.metric import Evaluation, Source, ToPixels
 from torchditan.evaluation.sampler import SamplePlan, Sampler
 from torchditan.latents.latent_space import decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
@@ -27,7 +34,7 @@ class TrainingEvaluation:
 
     Args:
         config: the completed configuration.
-        dataset, held_out: images of both splits.
+        dataset, held_out: images of both splits. Those with captions have them in `source`.
         space: decodes samples and real images.
         device: where metrics run their networks.
 
@@ -50,7 +57,7 @@ class TrainingEvaluation:
         self.reads_captions = config.model.text is not None
         self.to_pixels = _open_decoder(config, space, device)
         real = RealImages(
-            {} if self.reads_captions else {"train": dataset, "held_out": held_out},
+            _real_images(config, dataset, held_out),
             to_pixels=space.real_to_pixels if config.autoencoder.online else self.to_pixels,
             has_labels=num_classes > 0,
             corrupt_images=config.dataset.corrupt_images,
@@ -100,6 +107,22 @@ class TrainingEvaluation:
             class_counts=self.evaluator.class_counts,
             seed=options.seed,
         )
+
+
+def _real_images(config: Config, dataset: Any, held_out: Any) -> dict[Source, ImageDataset]:
+    """What samples are compared with: nothing, if a metric judges them by their prompts.
+
+    Raises:
+        ConfigError: the model reads captions, and the dataset has none.
+    """
+    if config.model.text is None:
+        return {"train": dataset, "held_out": held_out}
+    if is_judged_by_prompts(config.evaluation.metrics, dataset.name, option="evaluation.metrics"):
+        return {}
+    if not hasattr(dataset, "source"):
+        right = f"draws training captions, and the dataset {dataset.name} has none; must be 0"
+        raise option_error("evaluation.freq", config.evaluation.freq, right)
+    return {"train": dataset.source, "held_out": held_out.source}
 
 
 def _open_decoder(config: Config, space: SampleSpace, device: torch.device) -> ToPixels:

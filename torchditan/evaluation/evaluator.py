@@ -35,7 +35,7 @@ from torchditan.evaluation.metric import (
 )
 from torchditan.evaluation.reconstruction import to_8_bit
 from torchditan.randomness import Permutation
-from torchditan.registry import METRICS, build, resolve
+from torchditan.registry import METRICS, build, registered, resolve
 from torchditan.run.progress import report_progress
 
 
@@ -108,7 +108,8 @@ class Evaluator:
             if judged != prompts_of and judged is not None:
                 raise option_error(option, name, f"needs samples of a model of the dataset {judged}; leave it out")
             if judged is None and prompts_of is not None and "train" not in real.datasets:
-                right = f"compares with real images, which are not read here for captions of {prompts_of}; leave it out"
+                right = "use prompts" if _is_scored_by_prompts(prompts_of) else "leave it out"
+                right = f"compares with real images, which are not read here for captions of {prompts_of}; {right}"
                 raise option_error(option, name, right)
             if cls.needs_labels and without_labels is not None:
                 raise option_error(option, name, without_labels)
@@ -166,6 +167,26 @@ class Evaluator:
         for metric in self.metrics:
             metric.forget("generated")
         return results
+
+
+def is_judged_by_prompts(metrics: Sequence[str], dataset: str, *, option: str = "--metrics") -> bool:
+    """Whether a metric judges the samples of a model of captions by their prompts, without real images.
+
+    Args:
+        metrics: the chosen names.
+        dataset: of the model. If our metric `prompts` is for it, nothing else judges it: it is without end.
+        option: the one that names the metrics.
+
+    Raises:
+        ConfigError: a name is wrong.
+    """
+    chosen = [resolve(METRICS, option, name)[0] for name in metrics]
+    return _is_scored_by_prompts(dataset) or any(hasattr(cls, "needs_dataset") for cls in chosen)
+
+
+def _is_scored_by_prompts(dataset: str) -> bool:
+    """Whether our metric `prompts` is for this dataset."""
+    return dataset == registered(METRICS, "prompts").needs_dataset
 
 
 def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source) -> Shown:

@@ -70,6 +70,7 @@ class CachedCaptions(ImageDataset):
         texts: embeddings by the hash of the caption.
         conditions: tensors that each sample adds to the condition (a video its first frame), by `content_key`.
         prompts: the prompts of sample grids.
+        negative: the negative prompt, or "".
         text_blocks: see `TextEncoder`.
         identity: see `fingerprint`.
     """
@@ -86,6 +87,7 @@ class CachedCaptions(ImageDataset):
         texts: TensorCache,
         conditions: TensorCache | None,
         prompts: SampleRows,
+        negative: str,
         text_blocks: int,
         identity: str,
     ) -> None:
@@ -97,6 +99,7 @@ class CachedCaptions(ImageDataset):
         self.conditions = conditions
         self.shift, self.scale = shift, scale
         self.prompts = prompts
+        self.negative = negative
         self.text_blocks = text_blocks
         self.fingerprint = identity
         """Fingerprint of images, captions and encoders together. A resume with other data is refused."""
@@ -133,6 +136,10 @@ class CachedCaptions(ImageDataset):
         shares = self.shares.get(index)
         chosen = int(drawn * len(variants)) if shares is None else np.searchsorted(shares[:-1], drawn, side="right")
         return {**item, **self.texts[variants[chosen]]}
+
+    def rows_of(self, prompts: Sequence[str]) -> SampleRows:
+        """Rows of samples of these texts, which are in the cache."""
+        return _rows_of(prompts, lambda text: self.texts[hash_of(text)], negative=self.negative)
 
     def _sample(self, index: int) -> torch.Tensor:
         if self.latents is None:
@@ -214,7 +221,8 @@ def open_captions(
     prompts = config.sampling.prompts or [text for text, _, _ in own]
     captions = {text for source in sources for index in range(len(source)) for text in source.caption_variants(index)}
     negative = _check_texts(config, prompts)
-    texts = _encode_texts(config, {*captions, *prompts, negative}, encoders, folder=folder, rank=rank)
+    drawn = {*prompts, *(sources[0].captions if config.evaluation.freq else ())}
+    texts = _encode_texts(config, {*captions, *drawn, negative}, encoders, folder=folder, rank=rank)
     if rank.rank == 0 and not config.job.print_config:
         _report_tokens(encoders, captions=captions, prompts={*config.sampling.prompts, negative})
     latents, autoencoder = _encode_images(config, sources, folder=folder, rank=rank)
@@ -235,6 +243,7 @@ def open_captions(
             texts=texts,
             conditions=conditions,
             prompts=rows,
+            negative=negative,
             text_blocks=encoders.text_blocks,
             identity=_identity(source, encoders, autoencoder),
         )
