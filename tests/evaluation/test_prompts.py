@@ -191,7 +191,11 @@ def test_samples_take_prompts_in_turn_and_start_from_the_noise_of_torchditan_gen
 
 @pytest.mark.parametrize(
     ("metric", "prompts_of", "mentions"),
-    [("prompts", None, "scenes"), ("prompts", "captions", "scenes"), ("classifier", "scenes", "captions of scenes; use prompts")],
+    [
+        ("prompts", None, "scenes"),
+        ("prompts", "captions", "scenes"),
+        ("classifier", "scenes", "captions of scenes; use prompts"),
+    ],
 )
 def test_metrics_of_prompts_and_of_classes_refuse_the_samples_of_the_other(
     metric: str, prompts_of: str | None, mentions: str
