@@ -264,10 +264,11 @@ class Means(MetricOfAllPictures):
 
 
 def test_a_run_on_captions_is_compared_with_its_images(tmp_path: Path, run_script: RunScript) -> None:
-    captions = {f"{i}.png": {"text": f"ball {i}, red, small"} for i in range(4)}
+    captions = {f"{i}.png": {"text": f"ball {i}, red, small, round, flat, old"} for i in range(4)}
     flags = [*flags_for(write(tmp_path / "data", captions)), "--training.steps=6", "--dataset.held_out=1"]
     flags += ["--optimizer.lr=1e-2", "--sampling.guidance_scale=3", "--sampling.num_steps=2"]
-    flags += ["--dataset.shuffle_tags=2", "--training.mixed_precision_param=float32"]
+    flags += ["--dataset.shuffle_tags=1", "--sampling.negative_prompt=a wall"]
+    flags += ["--training.mixed_precision_param=float32"]
     in_training = ["--evaluation.freq=3", f"--evaluation.metrics={__name__}:Means", "--evaluation.num_samples=7"]
     run = tmp_path / "run"
     trained = run_script("torchditan", "train", *tiny_runs.job(run, *tiny_runs.KEEP, *flags, *in_training))

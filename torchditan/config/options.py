@@ -194,6 +194,11 @@ class Autoencoder:
     fingerprint: str | None = None
     """Identity of the weights, filled in from the latents. A decoder with another identity is refused."""
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the model's samples are latents, also before the name follows from the path."""
+        return self.name is not None or self.path is not None
+
 
 @dataclass(frozen=True)
 class Diffusion:

@@ -446,8 +446,7 @@ def _validate_evaluation(config: Config) -> None:
     if config.model.name in FAMILIES:
         right = "evaluates no published models, whose samples validation compares; must be 0"
         raise option_error("evaluation.freq", config.evaluation.freq, right)
-    is_latent = config.autoencoder.name is not None or config.autoencoder.path is not None
-    if config.model.text is not None and (is_latent or config.dataset.aspect_buckets):
+    if config.model.text is not None and (config.autoencoder.is_given or config.dataset.aspect_buckets):
         right = "evaluates models of captions on pixels of one size only; must be 0 for others"
         raise option_error("evaluation.freq", config.evaluation.freq, right)
 

@@ -259,7 +259,7 @@ def _resolve(config: Config, num_devices: int) -> Config:
     if config.model.name in FAMILIES:
         config = _resolve_latents(config)
     name = config.dataset.dataset_name
-    is_latent = config.autoencoder.name is not None or config.autoencoder.path is not None
+    is_latent = config.autoencoder.is_given
     channels, *size, num_classes = (None, None) if is_latent else SAMPLE_SHAPES.get(name, (None, None))
     by_dataset = {
         "model.input_channels": channels,
