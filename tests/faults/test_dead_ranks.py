@@ -247,6 +247,26 @@ def test_a_rank_that_computes_on_is_ended_with_the_reason(
     assert reasons == [KILLED]
 
 
+def test_a_collective_that_fails_while_the_watching_thread_reports_the_lost_rank_has_the_same_reason(
+    watch: MakeWatch, neighbour: subprocess.Popen[bytes], ended: threading.Event
+) -> None:
+    reporting, reported = threading.Event(), threading.Event()
+
+    def report(reason: str) -> None:
+        reporting.set()
+        reported.wait(20)
+
+    own = watch(on_lost=report)
+    neighbour.kill()
+    try:
+        assert reporting.wait(20)
+        assert own.explain_lost_rank(CLOSED) == KILLED
+        assert own.explain_lost_rank(ValueError("a bug")) is None
+    finally:
+        reported.set()
+    assert ended.wait(20)
+
+
 def test_a_rank_that_is_silent_for_the_timeout_ends_the_one_before_it(
     watch: MakeWatch, store: Store, ended: threading.Event
 ) -> None:

@@ -134,11 +134,13 @@ class RankWatch:
         Call it where the error is caught, before this process ends; it takes up to 3 s. The line starts with
         `lost_rank.LOST_RANK`.
         """
-        if self._has_left.is_set():
-            return None
-        self._leave("")
+        was_leaving = self._has_left.is_set()
+        if not was_leaving:
+            self._leave("")
         if not is_peer_failure(f"{type(error).__name__}: {error}"):
             return None
+        if was_leaving:
+            return self._leaving or None  # the watching thread found the lost rank first and is ending this process
         waited_in = _collective_in(error)
         try:
             reason = self._find_lost(waited_in)
