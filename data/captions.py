@@ -282,7 +282,8 @@ def _hold_out(entries: list[Entry], config: options.Dataset, split: Split) -> li
     if count >= len(entries):
         raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the number of images")
     if split == "validation" and count == 0:
-        right = f"none of {len(entries)} image(s) is held out by default; set a number, or set --validation.freq 0"
+        none = f"none of {len(entries)} image(s) is held out{' by default' if config.held_out is None else ''}"
+        right = f"{none}; set a number, or set --validation.freq 0 and --evaluation.freq 0"
         raise option_error("dataset.held_out", config.held_out, right)
     checksums = np.array([zlib.crc32(entry.name.encode(errors="surrogateescape")) for entry in entries])
     chosen = set(np.argsort(checksums, kind="stable")[:count].tolist())

@@ -397,8 +397,10 @@ def test_a_share_is_held_out_and_shown_once_each(
     train = open_captions(tmp_path, held_out=held_out)
     if expected == 0:
         assert len(train) == 2 * count
-        with pytest.raises(ConfigError, match=r"dataset.held_out = none: none .*19 image\(s\) .*held out"):
+        with pytest.raises(ConfigError, match=r"dataset.held_out = none: none .*19 image\(s\) .*held out by default;"):
             open_captions(tmp_path, "validation", held_out=held_out)
+        with pytest.raises(ConfigError, match=r"dataset.held_out = 0: none .* is held out; .*--evaluation.freq 0$"):
+            open_captions(tmp_path, "validation", held_out=0)
         return
     validation = open_captions(tmp_path, "validation", held_out=held_out)
     assert len(validation) == expected

@@ -269,7 +269,9 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
     ("arguments", "about", "mentions"),
     [
         (["--metrics", "effent"], '--metrics = "effent"', ["effnet?"]),
-        (["--num_samples=5"], "generated images", ["5", str(NUM_FEATURES + 1)]),
+        (["--num_samples=5"], "--num_samples", ["5", str(NUM_FEATURES + 1)]),
+        (["--samples_per_class=1"], "--samples_per_class 1", ["too few", str(NUM_FEATURES + 1)]),
+        (["--images={few}"], "{few}", ["5", str(NUM_FEATURES + 1)]),
         (["--num_samples=5", "--samples_per_class=5"], "--samples_per_class", ["--num_samples"]),
         (["--samples_per_class=5", "--class_balance=data"], '--class_balance = "data"', ["balanced"]),
         (["--images={gone}"], "{gone}", ["arr_0"]),
@@ -307,6 +309,8 @@ def test_a_mistake_is_one_line_before_anything_is_drawn(
     monkeypatch.setattr(Sampler, "draw_batch", None)
     names = {"gone": tmp_path / "gone.npz", "larger": tmp_path / "16px.npz", "of_inception": tmp_path / "stats.npz"}
     write_images(names["larger"], [random_images(60, seed=1, size=16)], shape=(60, 16, 16))
+    names["few"] = tmp_path / "few.npz"
+    write_images(names["few"], [random_images(5, seed=1)], shape=(5, 8, 8))
     names["text"] = tmp_path / "text.npz"
     names["text"].write_text("no archive")
     names["same_size"] = tmp_path / "8px.npz"
@@ -401,6 +405,15 @@ def test_an_evaluation_during_training_changes_no_step_and_equals_the_scripts(
     records, (card, _) = read_metrics(in_float32), evaluate(of=in_float32)
     for name, figure in card.figures.items():
         assert records[-1][name] == pytest.approx(figure.value), name
+
+
+def test_too_few_samples_of_an_evaluation_during_training_are_refused_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path, "--evaluation.freq=1", "--evaluation.num_samples=5", "--evaluation.metrics=pixels", code=2)
+    line = capsys.readouterr().err.strip().splitlines()[-1].removeprefix("error: ")
+    assert_refused(line, "evaluation.num_samples", ["5", str(NUM_FEATURES + 1)])
+    assert not run.exists()
 
 
 def test_an_evaluation_that_fails_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,6 +387,13 @@ def choose_metrics(subject: Subject) -> list[str]:
     return chosen
 
 
+def _name_of_samples(args: argparse.Namespace) -> str:
+    if args.images is not None:
+        return str(args.images)
+    per_class = args.samples_per_class
+    return "--num_samples" if per_class is None else f"--samples_per_class {per_class}"
+
+
 def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Evaluator:
     """The metrics of this rank. Without a run, features of real images are not cached."""
     from torchditan.config.errors import option_error
@@ -407,6 +414,7 @@ def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Eva
         cache_folder=None if trained is None else feature_cache_folder(trained.config),
         inception_weights=args.inception_weights,
         reference=args.reference,
+        samples_name=_name_of_samples(args),
     )
     unlabelled = f"{args.run} was trained without labels; leave it out"
     if args.images is not None:

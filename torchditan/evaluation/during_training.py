@@ -68,6 +68,7 @@ class TrainingEvaluation:
             device=str(float64_device(device)),
             cache_folder=feature_cache_folder(config),
             inception_weights=None if options.inception_weights is None else Path(options.inception_weights),
+            samples_name="evaluation.num_samples",
         )
         factor = (config.autoencoder.downsampling or 1) if config.autoencoder.name is not None else 1
         self.evaluator = Evaluator(

@@ -41,6 +41,8 @@ class Evaluation:
     """Weights file of Inception-2015; None uses torch-fidelity's, downloaded once."""
     reference: Path | None = None
     """`.npz` of ADM's evaluator that replaces the training images in comparisons of distributions."""
+    samples_name: str = "generated images"
+    """What an error calls the generated images: the option that sets their number, or their file."""
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,9 @@ class Quality:
         """
         path, num_features = self.evaluation.reference, self.extractor.num_features
         if path is not None or counts["train"] > num_features:
-            require_full_rank(counts["generated"], num_features, name="generated images")
+            require_full_rank(counts["generated"], num_features, name=self.evaluation.samples_name)
         if path is None:
-            require_neighbours(counts["generated"], K_PRECISION_RECALL, name="generated images")
+            require_neighbours(counts["generated"], K_PRECISION_RECALL, name=self.evaluation.samples_name)
             require_neighbours(counts["train"], K_DENSITY_COVERAGE, name="training images")
             return
         num_images = 0
@@ -258,7 +258,7 @@ class Quality:
         if reference.gaussian is None:
             found = len(self._sorted("train")["pool"])
             return {"FD": f"not computed: {found:,} training images are too few, must be more than {num_features:,}"}
-        require_full_rank(len(pool), num_features, name="generated images")
+        require_full_rank(len(pool), num_features, name=self.evaluation.samples_name)
         figures = {"FD": frechet_figure(pool, reference.gaussian)}
         spatial = self._sorted("generated").get("spatial")
         if spatial is not None and reference.spatial is not None:
