@@ -9,13 +9,17 @@ written, or markup and control characters that reach a page or a terminal.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import multiprocessing
 import os
 import random
 import re
 import resource
 import shutil
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -294,10 +298,12 @@ def open_case(kind: Kind, case: Path, watch: _Watch, output: Path) -> Outcome:
 
 
 def _serve(kind: Kind, example: Path, case: Path, connection: Connection) -> None:
+    gc.freeze()  # what was inherited stays: a finalizer may wait for a thread that only the parent has
     output = case.parent / "output"
     descriptor = os.open(output, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR1, file=2)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", errors="backslashreplace") for number in (1, 2))
     home = case / "here"
     os.environ |= {"HOME": str(home), "XDG_CACHE_HOME": str(home), "TMPDIR": str(home), "HF_HUB_OFFLINE": "1"}
@@ -338,8 +344,10 @@ class Opener:
         while not self._connection.poll(1):
             waited += 1
             if self._cpu_seconds() - start > CPU_SECONDS or waited > 10 * CPU_SECONDS:
+                took, details = self._cpu_seconds() - start, self._stacks()
                 self.close()
-                return Outcome("time", f"{CPU_SECONDS:g} s of CPU time", changes=self._changes(steps))
+                reason = f"no end after {took:.1f} s of CPU time in {waited} s"
+                return Outcome("time", reason, details=details, changes=self._changes(steps))
         try:
             outcome: Outcome = self._connection.recv()
         except EOFError:
@@ -366,6 +374,12 @@ class Opener:
             self._process.join()
             self._connection.close()
             self._process = None
+
+    def _stacks(self) -> str:
+        """Where the threads of the process are, and what it printed before."""
+        os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return (self.case.parent / "output").read_text(errors="replace")[-16_000:]
 
     def _changes(self, steps: Sequence[int]) -> tuple[str, ...]:
         return prepare(self.kind, self.example, self.case, steps)

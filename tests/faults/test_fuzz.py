@@ -122,7 +122,9 @@ def test_an_endless_reader_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
             time.monotonic()
 
     monkeypatch.setattr("fuzz_cases.CPU_SECONDS", 0.5)
-    assert opened(tmp_path, loop).verdict == "time"
+    outcome = opened(tmp_path, loop)
+    assert outcome.verdict == "time", outcome
+    assert "in loop" in outcome.details
 
 
 def test_a_refusal_and_a_file_that_opens_are_no_findings(tmp_path: Path) -> None:
@@ -130,7 +132,8 @@ def test_a_refusal_and_a_file_that_opens_are_no_findings(tmp_path: Path) -> None
         raise ConfigError("file.bin = 3: must be 4")
 
     assert opened(tmp_path / "one", refuse)[:2] == ("refused", "file.bin = 3: must be 4")
-    assert opened(tmp_path / "two", lambda: None).verdict == "ok"
+    outcome = opened(tmp_path / "two", lambda: None)
+    assert outcome.verdict == "ok", outcome
 
 
 def test_markup_is_found_where_a_reader_sees_it() -> None:
