@@ -124,6 +124,7 @@ def test_an_endless_reader_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("fuzz_cases.CPU_SECONDS", 0.5)
     outcome = opened(tmp_path, loop)
     assert outcome.verdict == "time", outcome
+    assert outcome.reason == "no end within 0.5 s of CPU time"
     assert "in loop" in outcome.details
 
 
