@@ -49,6 +49,7 @@ INDEXED = (
 )
 """Datasets of this package that never stream: refused before their data is opened."""
 CAPTION_OPTIONS = (
+    "caption_from",
     "caption_key",
     "trigger_word",
     "shuffle_tags",
@@ -108,7 +109,7 @@ def build_dataset(
     _check_shape(config, dataset, input_channels=input_channels)
     if not isinstance(dataset, SequentialDataset) and len(dataset) == 0:
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)
-        raise option_error(f"dataset.{option}", value, f"holds no {split} images")
+        raise option_error(f"dataset.{option}", value, "; ".join([f"holds no {split} images", *dataset.reading]))
     return _set_classes(config, dataset)
 
 

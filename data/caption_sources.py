@@ -1,9 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Sources of captioned images and videos: folders, metadata.jsonl, tar shards, parquet files, the hub.
+"""Sources of captioned images and videos: folders, metadata files, tar shards, parquet files, the hub.
 
 Notable:
-- each source is read once into a list of `Entry`, sorted by name, the same on every machine. Images are opened in
-  place when they are needed; tars.py reads tar shards;
+- a split of a source is read into a list of `Entry`, sorted by name, the same on every machine. Images are opened in
+  place when they are needed;
+- of several sources in a folder, images with captions come first, then tars, then parquet files. What is not read is
+  described for the user (`Source.reading`);
 - inconsistent sources (a caption without an image, two images with one name, a path outside the folder) are refused
   here, in one line.
 """
@@ -11,92 +13,39 @@ Notable:
 from __future__ import annotations
 
 import functools
-import io
-import json
-import math
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, is_finite_number, option_error, shorten, some
+from torchditan.config.errors import option_error, some
 from torchditan.config.optional_libraries import import_optional
-from torchditan.config.prompts import is_unicode
-from torchditan.datasets.folder import walk_folders
-from torchditan.datasets.hub import _load as load_hub
-from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, corrupt_image
-from torchditan.datasets.options import is_tar_address
-from torchditan.datasets.tars import Members, Shard, TarMember, json_object, kind_of, open_shards, warn_once
+from torchditan.datasets.caption_entries import (
+    Captions,
+    Cell,
+    Entry,
+    Frames,
+    Refusal,
+    Source,
+    captions_in,
+    clean,
+    decode,
+    kind_word,
+    pair,
+    refusal_of,
+)
+from torchditan.datasets.caption_folder import METADATA_FILES, read_folder
+from torchditan.datasets.hub import find_splits, load_rows
+from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded
+from torchditan.datasets.options import describe_files, is_tar_address, suffix_of
+from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of_file, walk
+from torchditan.datasets.tars import Members, Shard, TarMember, find_shards, json_object, kind_of
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 
-METADATA_FILE = "metadata.jsonl"
-Refusal = Callable[[str], ConfigError]
-"""Message -> the error with the option and its value."""
 
-
-@dataclass(frozen=True)
-class File:
-    path: Path
-
-    def open(self) -> BinaryIO:
-        return self.path.open("rb")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A row of an Arrow image column: bytes and path as the hub stores them, or only bytes."""
-
-    column: Any
-    row: int
-
-    def open(self) -> BinaryIO:
-        value = self.column[self.row].as_py()
-        if isinstance(value, dict):
-            if value["bytes"] is None and value.get("path"):  # an image folder of the hub, already downloaded
-                return Path(value["path"]).open("rb")
-            value = value["bytes"]
-        if value is None:
-            raise OSError("no data")
-        return io.BytesIO(value)
-
-
-@dataclass(frozen=True)
-class Frames:
-    """A folder of numbered frames, sorted by number."""
-
-    files: tuple[File, ...]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An image or a video with its caption."""
-
-    name: str
-    """Path in the dataset, with slashes."""
-    caption: str | None
-    """None if it has no caption."""
-    content: Encoded | Frames
-    repeats: int = 1
-    """Number of times that an epoch shows it."""
-    others: tuple[str, ...] = ()
-    """Further captions."""
-    weights: tuple[float, ...] = ()
-    """How often training draws `caption` and each of `others`, relative to each other. (): equally often."""
-
-
-class Captions(NamedTuple):
-    """What a source says of one image."""
-
-    first: str
-    others: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
-
-
-def read_entries(place: str, *, config: options.Dataset, cache_folder: Path | None) -> list[Entry]:
-    """Read all entries of a folder, a file or an address of tar shards; sorted by name.
+def read_source(place: str, split: Split, *, config: options.Dataset, cache_folder: Path | None) -> Source:
+    """Read a split of a folder, a file or an address of tar shards; entries are sorted by name.
 
     `cache_folder` keeps the index of tar shards.
 
@@ -104,203 +53,50 @@ def read_entries(place: str, *, config: options.Dataset, cache_folder: Path | No
         ConfigError: the source is empty or inconsistent.
     """
     root = Path(place).expanduser()
-    refusal = _refusal_of(root)
-    suffix = root.suffix if root.is_file() else ""
-    if is_tar_address(place) or suffix == ".tar" or any(root.glob("*.tar")):
-        return _read_tars(place, config=config, cache_folder=cache_folder)
-    tables = [root] if suffix == ".parquet" else sorted(root.rglob("*.parquet"))
-    if tables:
-        entries = _read_parquet(root, tables, config, refusal=refusal)
-    elif (root / METADATA_FILE).is_file():
-        entries = _read_metadata(root, config, refusal=refusal)
+    refusal = refusal_of(root)
+    if is_tar_address(place) or (root.is_file() and root.suffix == ".tar"):
+        source = _read_tars(place, split, config=config, cache_folder=cache_folder)
+    elif root.is_file() and root.suffix == ".parquet":
+        source = Source(_read_parquet(root, [root], config, refusal=refusal), False, [])
     elif root.is_dir():
-        entries = _read_folder(root, is_video=config.num_frames is not None, refusal=refusal)
+        source = _read_mixed(root, split, config=config, cache_folder=cache_folder, refusal=refusal)
     else:
         raise refusal("must be a folder, a .tar or a .parquet file")
-    if not entries:
-        raise refusal(f"holds no {_kind(config.num_frames is not None)}s with captions")
-    return sorted(entries, key=lambda entry: entry.name)
+    if not source.entries:
+        others = Counter(map(suffix_of, source.unread))
+        found = f"; it has {describe_files(others)}" if others else ""
+        raise refusal(f"holds no {kind_word(config.num_frames is not None)}s with captions{found}")
+    return source._replace(entries=sorted(source.entries, key=lambda entry: entry.name))
 
 
-def _refusal_of(root: Path) -> Refusal:
-    return functools.partial(option_error, "dataset.root_dir", str(root))
+def _read_mixed(
+    root: Path, split: Split, *, config: options.Dataset, cache_folder: Path | None, refusal: Refusal
+) -> Source:
+    """The captioned images of a folder, else the tars, else the parquet files in it."""
+    names = dict(walk(root))
+    files = sorted("/".join((*parts, name)) for parts in names for name in names[parts])
+    tars = [name for name in files if suffix_of(name) == ".tar"]
+    tables = [name for name in files if suffix_of(name) == ".parquet" and Path(name).name not in METADATA_FILES]
+    source = read_folder(root, names, split, config=config, refusal=refusal)
+    what = f"the {kind_word(config.num_frames is not None)}s of the folder"
+    if (tars or tables) and not any(entry.caption is not None for entry in source.entries):
+        if source.entries and config.trigger_word is not None:
+            raise refusal(f"holds {what} without captions, and {some(tars or tables)}; keep one of them there")
+        what, read = ("the tar shards", tars) if tars else ("the parquet files", tables)
+        if tars:
+            source = _read_tars(str(root), split, config=config, cache_folder=cache_folder)
+        else:
+            source = _read_tables(root, tables, split, config=config, refusal=refusal)
+        source = source._replace(unread=[name for name in files if name not in read])
+    if tars or tables:
+        source.reading.insert(0, f"read: {what}")
+    return source
 
 
-def _kind(is_video: bool) -> str:
-    return "video" if is_video else "image"
-
-
-def _clean(text: str, *, where: str, refusal: Refusal) -> str:
-    """A caption in one line, without surrounding white space."""
-    text = " ".join(text.split())
-    if not is_unicode(text):
-        raise refusal(f"the caption of {where} is not Unicode text: half of a character is missing")
-    if not text:
-        raise refusal(f"the caption of {where} is empty; write one, or remove it")
-    return text
-
-
-def _decode(data: bytes, *, where: str, refusal: Refusal) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise refusal(f"{where} is not UTF-8 text") from None
-    return _clean(text, where=where, refusal=refusal)
-
-
-def _pair(
-    pictures: list[tuple[str, str, Encoded | Frames]],
-    captions: dict[str, Captions],
-    *,
-    is_video: bool,
-    refusal: Refusal,
-) -> list[Entry]:
-    """Match pictures (name without extension, name, content) with captions by name."""
-    by_stem: dict[str, str] = {}
-    for stem, name, _ in pictures:
-        if stem in by_stem:
-            right = f"{by_stem[stem]} and {name} share one caption; rename or remove one"
-            raise refusal(right)
-        by_stem[stem] = name
-    alone = captions.keys() - by_stem.keys()
-    if alone:
-        texts = some(sorted(f"{stem}.txt" for stem in alone))
-        right = f"no {_kind(is_video)} belongs to the caption {texts}; add or remove"
-        raise refusal(right)
-    entries = []
-    for stem, name, content in pictures:
-        given = captions.get(stem)
-        entries.append(
-            Entry(name, None, content)
-            if given is None
-            else Entry(name, given.first, content, others=given.others, weights=given.weights)
-        )
-    return entries
-
-
-def _walk(root: Path) -> Iterable[tuple[str, Path, list[str]]]:
-    """(path with slashes and a final slash, folder, its files) of each folder, without hidden ones."""
-    for folder, names in walk_folders(root):
-        relative = Path(folder).relative_to(root).as_posix()
-        yield "" if relative == "." else f"{relative}/", Path(folder), sorted(names)
-
-
-def _read_folder(root: Path, *, is_video: bool, refusal: Refusal) -> list[Entry]:
-    pictures: list[tuple[str, str, Encoded | Frames]] = []
-    captions: dict[str, Captions] = {}
-    suffixes = VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES
-    for prefix, folder, names in _walk(root):
-        found = [name for name in names if os.path.splitext(name)[1].lower() in suffixes]
-        for name in found:
-            pictures.append((prefix + os.path.splitext(name)[0], prefix + name, File(folder / name)))
-        if is_video and prefix and not found:
-            frames = _numbered_frames(folder, names)
-            if frames.files:
-                pictures.append((prefix[:-1], prefix[:-1], frames))
-        for name in names:
-            stem, suffix = os.path.splitext(name)
-            if suffix.lower() == ".txt":
-                text = (folder / name).read_bytes()
-                captions[prefix + stem] = Captions(_decode(text, where=prefix + name, refusal=refusal))
-    entries = _pair(pictures, captions, is_video=is_video, refusal=refusal)
-    return [Entry(entry.name, entry.caption, entry.content, _repeats(entry.name, refusal=refusal)) for entry in entries]
-
-
-def _numbered_frames(folder: Path, names: list[str]) -> Frames:
-    images = [name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]
-    images.sort(key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name))
-    return Frames(tuple(File(folder / name) for name in images))
-
-
-def _repeats(name: str, *, refusal: Refusal) -> int:
-    """10 for `10_dog/a.png`, as kohya's scripts name folders. A year (`2024_dogs`) does not count."""
-    match = re.match(r"(\d{1,3})_[^/]*/", name)
-    if match is None:
-        return 1
-    if int(match[1]) == 0:
-        raise refusal(f"the folder {match[0]} repeats its images 0 times; must be at least 1")
-    return int(match[1])
-
-
-def _read_metadata(root: Path, config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
-    """Read lines of `{"file_name": "a.png", "text": "a dog", "repeats": 2}`. Other files are ignored."""
-    entries: dict[str, Entry] = {}
-    try:
-        lines = (root / METADATA_FILE).read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError:
-        raise refusal(f"{METADATA_FILE} is not UTF-8 text") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{METADATA_FILE}, line {number}"
-        row = _read_line(line, where=where, refusal=refusal)
-        if config.caption_key not in row:
-            right = f"{where} has no such column; must be one of {', '.join(row)}"
-            raise option_error("dataset.caption_key", config.caption_key, right)
-        captions = _captions_in(row, config.caption_key, where=where, refusal=refusal)
-        repeats = row.get("repeats", 1)
-        if type(repeats) is not int or repeats < 1:
-            raise refusal(f"{where}: repeats must be an integer of at least 1")
-        name = PurePosixPath(row["file_name"]).as_posix()
-        if name in entries:
-            raise refusal(f"{where}: {name} is listed twice; use repeats to show it more often")
-        content = _find_listed(root, name, where=where, is_video=config.num_frames is not None, refusal=refusal)
-        entries[name] = Entry(name, captions.first, content, repeats, captions.others, captions.weights)
-    return list(entries.values())
-
-
-def _captions_in(row: dict[str, Any], key: str, *, where: str, refusal: Refusal) -> Captions:
-    """The captions in a JSON object: text, or a list of texts, for which `weights` may be given."""
-    texts = row[key] if isinstance(row[key], list) else [row[key]]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise refusal(f"{where}: {key} must be text, or a list of texts")
-    first, *others = (_clean(text, where=where, refusal=refusal) for text in texts)
-    return Captions(first, tuple(others), _weights(row.get("weights"), len(texts), where=where, refusal=refusal))
-
-
-def _weights(given: Any, count: int, *, where: str, refusal: Refusal) -> tuple[float, ...]:
-    """The weights of this number of captions; () if none are given."""
-    if given is None:
-        return ()
-    is_right = isinstance(given, list) and len(given) == count
-    is_right = is_right and all(is_finite_number(weight) and weight > 0 for weight in given)
-    if not is_right or math.isinf(sum(map(float, given))):
-        raise refusal(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
-    return tuple(given)
-
-
-def _read_line(line: str, *, where: str, refusal: Refusal) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise refusal(f"{where} is not JSON ({error})") from None
-    if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-        raise refusal(f'{where}: must be {{"file_name": "...", "text": "..."}}')
-    return row
-
-
-def _find_listed(root: Path, name: str, *, where: str, is_video: bool, refusal: Refusal) -> Encoded | Frames:
-    relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts or os.path.isabs(name):
-        raise refusal(f"{where}: {name} is outside the folder; must be a path inside it")
-    path = root / relative
-    if is_video and os.path.isdir(path):  # unlike Path.is_dir, no error for a name that is too long
-        frames = _numbered_frames(path, [entry.name for entry in path.iterdir() if not entry.name.startswith(".")])
-        if not frames.files:
-            raise refusal(f"{where}: the folder {name} holds no frames")
-        return frames
-    if not os.path.isfile(path):
-        raise refusal(f"{where}: {shorten(name, most=200)} does not exist")
-    if path.suffix.lower() not in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
-        hint = "" if is_video else "; videos need dataset.num_frames"
-        raise refusal(f"{where}: {name} is not {'a video' if is_video else 'an image'}{hint}")
-    return File(path)
-
-
-def _read_tars(root: str, *, config: options.Dataset, cache_folder: Path | None) -> list[Entry]:
+def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder: Path | None) -> Source:
     """Read the entries of WebDataset shards, `key.jpg` with `key.txt`, or with `dataset.caption_key` in `key.json`.
 
-    Sorted by name. With `dataset.corrupt_images` "skip", a line names what is missing.
+    With `dataset.corrupt_images` "skip", a line names what is missing.
 
     Raises:
         ConfigError: there are none, or captions, images or ends of shards are missing.
@@ -310,7 +106,9 @@ def _read_tars(root: str, *, config: options.Dataset, cache_folder: Path | None)
     pictures: list[tuple[str, str, Encoded | Frames]] = []
     captions: dict[str, Captions] = {}
     skipped: list[str] = []
-    for shard in open_shards(root, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib):
+    shards = find_shards(root, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
+    is_divided = bool(shards.places["validation"])
+    for shard in shards.open(split if is_divided else "train"):
         if shard.damage is not None:
             skipped.append(f"{shard.place.name} is {shard.damage}")
         for suffix, members in shard.members.items():
@@ -322,17 +120,13 @@ def _read_tars(root: str, *, config: options.Dataset, cache_folder: Path | None)
         raise refusal(f"{some(skipped)}{right}")
     if config.corrupt_images == "skip":
         stems = {stem for stem, _, _ in pictures}
-        skipped += [f"{stem} has no {_kind(is_video)}" for stem in captions if stem not in stems]
+        skipped += [f"{stem} has no {kind_word(is_video)}" for stem in captions if stem not in stems]
         captions = {stem: caption for stem, caption in captions.items() if stem in stems}
         if config.trigger_word is None:
             skipped += [f"{name} has no caption" for stem, name, _ in pictures if stem not in captions]
             pictures = [picture for picture in pictures if picture[0] in captions]
-    if skipped:
-        warn_once(f"warning: {root}: {some(skipped)}")
-    entries = _pair(pictures, captions, is_video=is_video, refusal=refusal)
-    if not entries:
-        raise refusal(f"holds no {_kind(is_video)}s with captions")
-    return sorted(entries, key=lambda entry: entry.name)
+    reading = shards.describe() + ([f"left out: {some(skipped)}"] if skipped else [])
+    return Source(pair(pictures, captions, is_video=is_video, refusal=refusal), is_divided, reading)
 
 
 def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[str, str, TarMember]]:
@@ -351,15 +145,30 @@ def _captions_of(shard: Shard, caption_key: str, *, refusal: Refusal) -> dict[st
             where = f"{stem}{suffix}"
             if kind == ".txt":
                 content = text.encode("utf-8", "surrogateescape")
-                captions[stem] = Captions(_decode(content, where=where, refusal=refusal))
+                captions[stem] = Captions(decode(content, where=where, refusal=refusal))
             elif kind == ".json":
                 try:
                     row = json_object(text)
                 except ValueError as error:
                     raise refusal(f"{where} is not a JSON object ({error})") from None
                 if row.get(caption_key) is not None:
-                    captions[stem] = _captions_in(row, caption_key, where=where, refusal=refusal)
+                    captions[stem] = captions_in(row, caption_key, where=where, refusal=refusal)
     return captions
+
+
+def _read_tables(root: Path, names: list[str], split: Split, *, config: options.Dataset, refusal: Refusal) -> Source:
+    """A split of the parquet files below a folder, by the names of folders and files."""
+    paths = {name: tuple(name.split("/")) for name in names}
+    folders = {name: (*path[:-1], part_of_file(path[-1]) or path[-1]) for name, path in paths.items()}
+    division = Division(folders.values(), has_classes=False)
+    parts: dict[Part, list[str]] = {part: [] for part in PARTS}
+    for name in names:
+        parts[division.place(folders[name])[0]].append(name)
+    if not parts["train"]:
+        raise refusal(f"holds no parquet files for training, only {some(names)}")
+    chosen = parts[split if parts["validation"] else "train"]
+    entries = _read_parquet(root, [root / name for name in chosen], config, refusal=refusal)
+    return Source(entries, bool(parts["validation"]), describe_parts(parts, what="parquet files"))
 
 
 def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
@@ -377,16 +186,19 @@ def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, ref
     return entries
 
 
-def read_hub(config: options.Dataset) -> list[Entry]:
-    """The training split of `dataset.hub_name`."""
+def read_hub(config: options.Dataset, split: Split) -> Source:
+    """A split of `dataset.hub_name`."""
     assert config.hub_name is not None
-    rows = load_hub(config.hub_name, split="train", streaming=False)
-    datasets = import_optional("datasets", extra="hub")
-    feature = rows.features.get(config.image_key)
-    if isinstance(feature, datasets.Image):
-        rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
-    refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
-    return _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
+    names = find_splits(config.hub_name)
+    entries = []
+    for name in names[split if names["validation"] else "train"]:
+        rows = load_rows(config.hub_name, name, streaming=False)
+        datasets = import_optional("datasets", extra="hub")
+        if isinstance(rows.features.get(config.image_key), datasets.Image):
+            rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
+        refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
+        entries += _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
+    return Source(entries, bool(names["validation"]), describe_parts(names, what="splits of the hub"))
 
 
 def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Refusal) -> list[Entry]:
@@ -404,7 +216,7 @@ def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Ref
     if not has_bytes and not types.is_binary(image_type) and not types.is_large_binary(image_type):
         raise option_error("dataset.image_key", config.image_key, f"holds {image_type} in {where}; must be images")
     has_lists = types.is_list(caption_type) or types.is_large_list(caption_type)
-    text_type = caption_type.value_type if has_lists else caption_type
+    text_type = caption_type.value_type if has_lists or types.is_dictionary(caption_type) else caption_type
     if not types.is_string(text_type) and not types.is_large_string(text_type):
         raise option_error("dataset.caption_key", config.caption_key, f"holds {caption_type} in {where}; must be text")
     images, rows = table.column(config.image_key), table.column(config.caption_key).to_pylist()
@@ -413,20 +225,7 @@ def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Ref
     for row, given in enumerate(rows):
         name = f"{where}, row {row:0{width}}"
         texts = given or [] if has_lists or given is None else [given]
-        captions = [_clean(text or "", where=name, refusal=refusal) for text in texts]
+        captions = [clean(text or "", where=name, refusal=refusal) for text in texts]
         caption = captions[0] if captions else None
         entries.append(Entry(name, caption, Cell(images, row), others=tuple(captions[1:])))
     return entries
-
-
-def read_bytes(content: Encoded, *, where: str) -> bytes:
-    """Read the whole file.
-
-    Raises:
-        CorruptImageError: it cannot be read.
-    """
-    try:
-        with content.open() as file:
-            return file.read()
-    except OSError as error:
-        raise corrupt_image(where, error.strerror or str(error), can_skip=False) from error

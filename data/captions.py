@@ -11,13 +11,13 @@ Notable:
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import hashlib
 import itertools
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,25 @@ import torch
 from PIL import ExifTags, UnidentifiedImageError
 
 from torchditan.config import options
-from torchditan.config.errors import option_error, some
+from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
-from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub
+from torchditan.datasets.caption_entries import Entry, File, Frames, Source, read_bytes
+from torchditan.datasets.caption_folder import refuse_bare
+from torchditan.datasets.caption_sources import read_hub, read_source
 from torchditan.datasets.file_check import damage_of
-from torchditan.datasets.folder import HELD_OUT_SHARE, Split, find_validation
+from torchditan.datasets.folder import HELD_OUT_SHARE
 from torchditan.datasets.images import DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample, open_picture
-from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
-from torchditan.datasets.tars import split_roots
+from torchditan.datasets.options import (
+    describe_files,
+    existing_path,
+    height_and_width,
+    is_tar_address,
+    photo_channels,
+    refuse,
+    suffix_of,
+)
+from torchditan.datasets.splits import Split
 from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.randomness import generator, name_to_index
 
@@ -69,6 +79,8 @@ class CaptionedImages(ImageDataset):
         self.captions = [self._texts[place][0] for place in self.places]
         """The first caption of each item, with its tags in their original order."""
         self._keys: dict[int, str] = {}
+        self.split_entries: dict[Split, list[Entry]] = {}
+        """The entries of each split, as far as they were read."""
 
     def _choose_buckets(self) -> list[int]:
         found: list[int | None] = []
@@ -86,7 +98,7 @@ class CaptionedImages(ImageDataset):
             found.append(number)
         if errors and self.config.corrupt_images == "error":
             raise CorruptImageError("; ".join(errors))
-        counts = collections.Counter(number for number in found if number is not None)
+        counts = Counter(number for number in found if number is not None)
         if not counts:
             raise option_error("dataset.dataset_name", self.name, "has no readable image")
         self.most_common = min(counts, key=lambda number: (-counts[number], number))
@@ -158,6 +170,9 @@ class CaptionedImages(ImageDataset):
         numbers = self.bucket_numbers[self.places]
         return [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
 
+    def file_sizes(self) -> dict[str, dict[str, int]]:
+        return {part: {entry.name: _size_of(entry) for entry in found} for part, found in self.split_entries.items()}
+
     def name_of(self, index: int) -> str:
         """Name of an item for messages."""
         return self.entries[self.places[index]].name
@@ -191,6 +206,11 @@ class CaptionedImages(ImageDataset):
         else:
             sample = _read_video(entry, sample_shape=shape, crop=crop)
         return {"sample": torch.from_numpy(sample), "caption": self.captions[index]}
+
+
+def _size_of(entry: Entry) -> int:
+    path = entry.content.path if isinstance(entry.content, File) else None
+    return path.stat().st_size if path is not None and path.exists() else 0
 
 
 def _files(entry: Entry) -> tuple[Encoded, ...]:
@@ -248,53 +268,55 @@ def build(
         raise option_error("dataset.crop", config.crop, right)
     size = height_and_width(config, default=(0, 0))
     buckets = bucket_sizes(size, step=config.bucket_step) if config.aspect_buckets else [size]
-    entries = _read_split(config, split, cache_folder=cache_folder)
-    _refuse_bare(config, entries)
-    return CaptionedImages(entries, config, channels=channels, buckets=buckets)
-
-
-def _read_split(config: options.Dataset, split: Split, *, cache_folder: Path | None) -> list[Entry]:
-    """Training or held-out images: separate folders if both exist, else a fraction of all images."""
+    option = "root_dir" if config.hub_name is None else "hub_name"
+    refusal = functools.partial(option_error, f"dataset.{option}", getattr(config, option))
     if config.hub_name is not None:
         refuse(config, "root_dir")
-        return _hold_out(read_hub(config), config, split)
-    train, held_out = str(config.root_dir), None
-    if is_tar_address(config.root_dir) or any(existing_path(config).glob("train/*.tar")):
-        train, held_out = split_roots(train)
-    elif (existing_path(config) / "train").is_dir():
-        validation = find_validation(existing_path(config))
-        if validation is not None:
-            train, held_out = str(existing_path(config) / "train"), str(validation)
-    read = functools.partial(read_entries, config=config, cache_folder=cache_folder)
-    if held_out is None:
-        return _hold_out(read(train), config, split)
-    if config.held_out is not None:
-        right = f"{config.root_dir} has a folder {Path(held_out).name}/; leave it out"
+        source = read_hub(config, split)
+    else:
+        root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
+        source = read_source(root, split, config=config, cache_folder=cache_folder)
+    if source.is_divided and config.held_out is not None:
+        right = f"{getattr(config, option)} has held-out images of its own; leave it out"
         raise option_error("dataset.held_out", config.held_out, right)
-    return read(train if split == "train" else held_out)
-
-
-def _hold_out(entries: list[Entry], config: options.Dataset, split: Split) -> list[Entry]:
-    """One split of the entries. The names with the lowest checksums are held out, each shown once."""
-    count = config.held_out
-    if count is None:
-        count = max(1, round(HELD_OUT_SHARE * len(entries))) if len(entries) >= ENOUGH_TO_HOLD_OUT else 0
-    if count >= len(entries):
-        raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the number of images")
-    if split == "validation" and count == 0:
-        none = f"none of {len(entries)} image(s) is held out{' by default' if config.held_out is None else ''}"
+    refuse_bare(source, refusal=refusal, trigger_word=config.trigger_word)
+    parts = {split: source.entries} if source.is_divided else _hold_out(source.entries, config)
+    if not parts[split]:
+        none = f"none of {len(source.entries)} image(s) is held out{' by default' if config.held_out is None else ''}"
         right = f"{none}; set a number, or set --validation.freq 0 and --evaluation.freq 0"
         raise option_error("dataset.held_out", config.held_out, right)
+    dataset = CaptionedImages(parts[split], config, channels=channels, buckets=buckets)
+    dataset.reading = _describe(source, config)
+    dataset.split_entries = parts
+    return dataset
+
+
+def _describe(source: Source, config: options.Dataset) -> list[str]:
+    """Lines for the user: captions, held-out images, and what is not read."""
+    bare = sum(entry.caption is None for entry in source.entries)
+    lines = [f"captions: {len(source.entries) - bare:,} of {len(source.entries):,} images"]
+    if bare:
+        lines[0] += f"; {bare:,} have only the trigger word {config.trigger_word}"
+    if not source.is_divided:
+        lines.append(f"held out: {_num_held_out(source.entries, config):,} images, chosen by their names")
+    unread = Counter(suffix_of(name) for name in source.unread)
+    return [*lines, *source.reading, *([f"not read: {describe_files(unread)}"] if unread else [])]
+
+
+def _num_held_out(entries: list[Entry], config: options.Dataset) -> int:
+    if config.held_out is not None:
+        return config.held_out
+    return max(1, round(HELD_OUT_SHARE * len(entries))) if len(entries) >= ENOUGH_TO_HOLD_OUT else 0
+
+
+def _hold_out(entries: list[Entry], config: options.Dataset) -> dict[Split, list[Entry]]:
+    """Divide the entries. The names with the lowest checksums are held out, each shown once."""
+    count = _num_held_out(entries, config)
+    if count >= len(entries):
+        raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the number of images")
     checksums = np.array([zlib.crc32(entry.name.encode(errors="surrogateescape")) for entry in entries])
     chosen = set(np.argsort(checksums, kind="stable")[:count].tolist())
-    if split == "validation":
-        return [dataclasses.replace(entry, repeats=1) for place, entry in enumerate(entries) if place in chosen]
-    return [entry for place, entry in enumerate(entries) if place not in chosen]
-
-
-def _refuse_bare(config: options.Dataset, entries: list[Entry]) -> None:
-    bare = [entry.name for entry in entries if entry.caption is None]
-    if bare and config.trigger_word is None:
-        option = "root_dir" if config.hub_name is None else "hub_name"
-        right = f"no caption belongs to {some(sorted(bare))}; write one (a.txt for a.png), or set dataset.trigger_word"
-        raise option_error(f"dataset.{option}", getattr(config, option), right)
+    return {
+        "train": [entry for place, entry in enumerate(entries) if place not in chosen],
+        "validation": [dataclasses.replace(entries[place], repeats=1) for place in sorted(chosen)],
+    }

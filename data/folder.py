@@ -2,8 +2,8 @@
 """A folder of images: one subfolder per class, or only images, which have no labels.
 
 Notable:
-- `train/` and `val/` (or `validation/`) are the splits if they exist. Otherwise about 2 percent of the images are held
-  out: those whose paths have the lowest checksums, so the choice needs no list of files.
+- splits.py finds `train/`, `val/` and `test/` in all their spellings. Without held-out images, about 2 percent are held
+  out: those whose paths have the lowest checksums, so the choice needs no list of files. Test images are not read.
 - The paths are one bytes array instead of a million Python strings, so forked loader workers share its memory pages.
 """
 
@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +25,79 @@ from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.file_check import check_files
 from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, load_sample
-from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan.datasets.options import (
+    describe_files,
+    existing_path,
+    height_and_width,
+    photo_channels,
+    refuse,
+    suffix_of,
+)
+from torchditan.datasets.splits import PARTS, SPLITS, Division, Part, Parts, Split, describe_parts, walk
 
-Split = Literal["train", "validation"]
 HELD_OUT_SHARE = 0.02
+
+
+class ImageTree:
+    """The images in a folder, by part and class.
+
+    Raises:
+        ConfigError: `root` is above the folder with the splits, which would be a class.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        names = dict(walk(root))
+        images = {parts: [name for name in names[parts] if suffix_of(name) in IMAGE_SUFFIXES] for parts in names}
+        self.division = Division((parts for parts in images if images[parts]), has_classes=True)
+        places = {parts: self.division.place(parts) for parts in names}
+        self.class_names = sorted({inside[0] for part, inside in places.values() if part == "train" and inside})
+        self.images: dict[Part, list[tuple[str, str | None]]] = {part: [] for part in PARTS}
+        """Part -> (path of an image below the root, its class), sorted."""
+        self.other_files: Counter[str] = Counter()
+        """Number of other files next to the images of training and validation, by suffix."""
+        for parts, (part, inside) in places.items():
+            prefix, class_name = "".join(f"{name}{os.sep}" for name in parts), inside[0] if inside else None
+            self.images[part] += [(prefix + name, class_name) for name in images[parts]]
+            if part in ("train", "validation"):
+                self.other_files.update(suffix_of(name) for name in names[parts])
+                self.other_files.subtract(suffix_of(name) for name in images[parts])
+        for found in self.images.values():
+            found.sort()
+        self._refuse_folder_above({parts: inside for parts, (_, inside) in places.items() if images[parts]})
+        self._refuse_empty_classes()
+
+    def _refuse_folder_above(self, inside: dict[Parts, Parts]) -> None:
+        """`inside` has the paths without split of all folders of images."""
+        classes = {parts[0] for parts in inside.values() if parts}
+        for parent in filter(None, self.division.splits):
+            below = {parts[len(parent)] for parts in inside.values() if parts[:-1][: len(parent)] == parent}
+            if len(classes) == 1 or len(below) > 1:
+                held = ", ".join(sorted(f"{name}/" for name in self.division.splits[parent]))
+                place = "/".join(parent)
+                right = f"{place}/ would be a class, but holds {held}; must be {self.root / place}"
+                raise option_error("dataset.root_dir", str(self.root), right)
+
+    def _refuse_empty_classes(self) -> None:
+        """Refuse classes without images: the model could not learn them."""
+        filled = {name for _, name in self.images["train"]}
+        empty = [name for name in self.class_names if name not in filled]
+        if empty and filled:
+            many = f"{empty[0]} and {len(empty) - 1} more" if len(empty) > 1 else empty[0]
+            right = f"{many} of its {len(self.class_names)} classes holds no image; remove the folder, or fill it"
+            raise option_error("dataset.root_dir", str(self.root), right)
+
+    def describe(self) -> list[str]:
+        """Lines about what is held out, and what is not read."""
+        names = {part: [path for path, _ in found] for part, found in self.images.items()}
+        lines = describe_parts(names, what="images")
+        if names["train"] and not names["validation"]:
+            lines.insert(0, f"held out: {HELD_OUT_SHARE:.0%} of the images, chosen by their paths")
+        return lines + ([f"not read: {describe_files(self.other_files)}"] if +self.other_files else [])
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 class ImageFolder(ImageDataset):
@@ -36,54 +105,41 @@ class ImageFolder(ImageDataset):
 
     horizontal_flip = True
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        train_root: Path,
-        validation_root: Path | None,
-        split: Split,
-        sample_shape: tuple[int, ...],
-        crop: Crop,
-    ) -> None:
+    def __init__(self, tree: ImageTree, *, name: str, split: Split, sample_shape: tuple[int, ...], crop: Crop) -> None:
+        self.root = tree.root
         self.name = name
         self.sample_shape = sample_shape
         self.crop = crop
-        self.root = validation_root if split == "validation" and validation_root else train_root
-        self.class_names = _class_names(train_root)
-        paths, self.other_files = _list_images(self.root)
-        self.class_labels = self._read_labels(paths) if self.class_names else None
-        if self.class_names and self.root == train_root:
-            self._refuse_empty_classes()
-        self.paths = np.array([os.fsencode(path) for path in paths], dtype=bytes)
-        if validation_root is None:
-            self._keep(held_out(self.paths) == (split == "validation"))
+        self.class_names = tree.class_names
+        self.reading = tree.describe()
+        labels = {class_name: label for label, class_name in enumerate(self.class_names)}
+        rows = {part: tree.images[part] for part in SPLITS}
+        lost = next(
+            (
+                path
+                for path, class_name in rows[split if rows["validation"] else "train"]
+                if labels and class_name not in labels
+            ),
+            None,
+        )
+        if lost is not None:
+            right = f"{lost} is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
+            raise option_error("dataset.root_dir", str(self.root), right)
+        if not rows["validation"]:
+            is_held_out = held_out(np.array([os.fsencode(path) for path, _ in rows["train"]], dtype=bytes))
+            rows = {
+                part: [
+                    row for row, chosen in zip(rows["train"], is_held_out, strict=True) if chosen == (part != "train")
+                ]
+                for part in SPLITS
+            }
+        self.class_labels = np.array([labels[str(name)] for _, name in rows[split]], dtype=np.int64) if labels else None
+        self.split_paths = {
+            part: np.array([os.fsencode(path) for path, _ in rows[part]], dtype=bytes) for part in SPLITS
+        }
+        self.paths = self.split_paths[split]
         # Depends on the paths in the folder, not on image content: a moved folder is the same data.
         self.fingerprint = f"paths-{hashlib.sha256(self.paths.tobytes()).hexdigest()[:16]}"
-
-    def _read_labels(self, paths: list[str]) -> np.ndarray:
-        labels = {name: label for label, name in enumerate(self.class_names)}
-        folders = [path.split(os.sep)[0] if os.sep in path else "" for path in paths]
-        for folder, path in zip(folders, paths, strict=True):
-            if folder not in labels:
-                right = f"{path} is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
-                raise option_error("dataset.root_dir", str(self.root), right)
-        return np.array([labels[folder] for folder in folders], dtype=np.int64)
-
-    def _refuse_empty_classes(self) -> None:
-        """Refuse classes without images: the model could not learn them."""
-        assert self.class_labels is not None
-        counts = np.bincount(self.class_labels, minlength=len(self.class_names))
-        empty = [name for name, count in zip(self.class_names, counts, strict=True) if count == 0]
-        if empty and counts.any():
-            many = f"{empty[0]} and {len(empty) - 1} more" if len(empty) > 1 else empty[0]
-            right = f"{many} of its {len(counts)} classes holds no image; remove the folder, or fill it"
-            raise option_error("dataset.root_dir", str(self.root), right)
-
-    def _keep(self, chosen: np.ndarray) -> None:
-        self.paths = self.paths[chosen]
-        if self.class_labels is not None:
-            self.class_labels = self.class_labels[chosen]
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -91,9 +147,9 @@ class ImageFolder(ImageDataset):
     def path_of(self, index: int) -> Path:
         return self.root / os.fsdecode(self.paths[index])
 
-    def file_sizes(self) -> dict[str, int]:
-        files = {path: self.root / path for path in _list_images(self.root)[0]}
-        return {path: file.stat().st_size if file.exists() else 0 for path, file in files.items()}
+    def file_sizes(self) -> dict[str, dict[str, int]]:
+        names = {part: [os.fsdecode(path) for path in paths.tolist()] for part, paths in self.split_paths.items()}
+        return {part: {path: _size(self.root / path) for path in paths} for part, paths in names.items()}
 
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         root = os.path.abspath(self.root)
@@ -107,65 +163,6 @@ class ImageFolder(ImageDataset):
         if self.class_labels is not None:
             item["class_label"] = int(self.class_labels[index])
         return item
-
-
-def find_validation(root: Path) -> Path | None:
-    return next((root / name for name in ("val", "validation") if (root / name).is_dir()), None)
-
-
-def _split_roots(root: Path) -> tuple[Path, Path | None]:
-    """Folders of the training and the validation images; the second is None without a split."""
-    validation = find_validation(root)
-    folders = set(_class_names(root))
-    # Among other folders `train` may be a class (of trains), unless a validation folder exists too.
-    if "train" in folders and (validation or folders <= {"train", "test"}):
-        return root / "train", validation
-    return root, None
-
-
-def _class_names(root: Path) -> list[str]:
-    """Names of the subfolders, without hidden ones."""
-    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _list_images(root: Path) -> tuple[list[str], Counter[str]]:
-    """Paths of all images in a folder, relative to it, sorted, and the number of other files by suffix. Hidden files
-    and folders do not count."""
-    paths: list[str] = []
-    others: Counter[str] = Counter()
-    for folder, names in walk_folders(root):
-        suffixes = {name: os.path.splitext(name)[1].lower() for name in names}
-        relative = os.path.relpath(folder, root)
-        prefix = "" if relative == "." else relative + os.sep
-        paths += [prefix + name for name, suffix in suffixes.items() if suffix in IMAGE_SUFFIXES]
-        others.update(suffix or "no suffix" for suffix in suffixes.values() if suffix not in IMAGE_SUFFIXES)
-    return sorted(paths), others
-
-
-def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """(path, names of its files) of a folder and of all below it, through links. Hidden files and folders do not count.
-
-    Raises:
-        ConfigError: a link leads to a folder that contains the link, so the walk would not end.
-    """
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in subfolders:
-            link = Path(folder, name)
-            if not link.is_symlink():
-                continue
-            target = link.resolve()
-            if any(above.resolve().is_relative_to(target) for above in _up_to(root, link)):
-                right = f"{link.relative_to(root)} is a link to {target}, which contains it; remove the link"
-                raise option_error("dataset.root_dir", str(root), right)
-        yield folder, [name for name in names if not name.startswith(".")]
-
-
-def _up_to(root: Path, path: Path) -> Iterator[Path]:
-    """The folders that contain a path, from the nearest to `root`."""
-    while path != root:
-        path = path.parent
-        yield path
 
 
 def held_out(paths: np.ndarray) -> np.ndarray:
@@ -182,12 +179,5 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
     root = existing_path(config)
     if not root.is_dir():
         raise option_error("dataset.root_dir", config.root_dir, "is a file; folder needs a folder of images")
-    train_root, validation_root = _split_roots(root)
-    return ImageFolder(
-        name=config.dataset_name,
-        train_root=train_root,
-        validation_root=validation_root,
-        split=split,
-        sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
-        crop=config.crop,
-    )
+    shape = (photo_channels(config, input_channels), *height_and_width(config, default=(256, 256)))
+    return ImageFolder(ImageTree(root), name=config.dataset_name, split=split, sample_shape=shape, crop=config.crop)

@@ -22,8 +22,7 @@ from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.datasets.images import Crop, corrupt_image, load_sample
-
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
+from torchditan.datasets.splits import PARTS, Part, part_of, part_of_file
 
 
 @dataclass(kw_only=True, eq=False)
@@ -167,7 +166,13 @@ def open_hub(
     if config.streaming and config.crop == "random":
         right = "needs an image's number, which a streamed dataset does not have; must be center or adm"
         raise option_error("dataset.crop", config.crop, right)
-    rows = _load(hub_name, split=split, streaming=config.streaming)
+    names = find_splits(hub_name)
+    held_out = names["validation"] or names["test"]  # of CIFAR-10 and many others, only test images are held out
+    chosen = names["train"] if split == "train" else held_out
+    if not chosen:
+        right = f"has no validation split, only {', '.join(names['train'])}"
+        raise option_error("dataset.hub_name", hub_name, right)
+    rows = load_rows(hub_name, chosen[0], streaming=config.streaming)
     if rows.features is None:
         rows = rows._resolve_features()
     columns = list(rows.features)
@@ -207,31 +212,44 @@ def open_hub(
     return HubImages(**arguments)
 
 
-def _load(hub_name: str, *, split: Literal["train", "validation"], streaming: bool) -> Any:
+def find_splits(hub_name: str) -> dict[Part, list[str]]:
+    """Part -> the names of its splits in a hub dataset."""
+    names = _on_hub(hub_name, "get_dataset_split_names")
+    found: dict[Part, list[str]] = {part: [] for part in PARTS}
+    for name in names:
+        found[part_of(name) or part_of_file(name) or "beside"].append(name)
+    if not found["train"]:
+        raise option_error("dataset.hub_name", hub_name, f"has no train split; its splits are {', '.join(names)}")
+    return found
+
+
+def load_rows(hub_name: str, name: str, *, streaming: bool) -> Any:
+    """The rows of a split of this name."""
+    return _on_hub(hub_name, "load_dataset", split=name, streaming=streaming)
+
+
+def _on_hub(hub_name: str, function: str, **options: Any) -> Any:
+    """Call a function of `datasets`, whose errors become one line."""
     datasets = import_optional("datasets", extra="hub")
-    for split_name in SPLIT_NAMES[split]:
-        try:
-            return datasets.load_dataset(hub_name, split=split_name, streaming=streaming)
-        except ValueError as error:  # "Unknown split" or, streaming, "Bad split"
-            if "split" not in str(error):
-                raise option_error("dataset.hub_name", hub_name, _first_line(error)) from error
-        except datasets.exceptions.DatasetNotFoundError as error:
-            if "gated" in str(error):
-                right = "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
-                raise option_error("dataset.hub_name", hub_name, right) from error
-            right = "was not found on the Hugging Face hub (a private dataset needs HF_TOKEN)"
+    try:
+        return getattr(datasets, function)(hub_name, **options)
+    except ValueError as error:
+        raise option_error("dataset.hub_name", hub_name, _first_line(error)) from error
+    except datasets.exceptions.DatasetNotFoundError as error:
+        if "gated" in str(error):
+            right = "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
             raise option_error("dataset.hub_name", hub_name, right) from error
-        except (datasets.exceptions.DatasetsError, FileNotFoundError, RuntimeError) as error:
-            # A RuntimeError means that the dataset is a script, which is refused.
-            raise option_error("dataset.hub_name", hub_name, f"cannot be read: {_first_line(error)}") from error
-        except OSError as error:  # including ConnectionError
-            right = (
-                f"the Hugging Face hub cannot be reached ({_first_line(error)}); go online, or use local files "
-                "with --dataset.root_dir"
-            )
-            raise option_error("dataset.hub_name", hub_name, right) from error
-    right = f"has no {split} split; must have one of {', '.join(SPLIT_NAMES[split])}"
-    raise option_error("dataset.hub_name", hub_name, right)
+        right = "was not found on the Hugging Face hub (a private dataset needs HF_TOKEN)"
+        raise option_error("dataset.hub_name", hub_name, right) from error
+    except (datasets.exceptions.DatasetsError, FileNotFoundError, RuntimeError) as error:
+        # A RuntimeError means that the dataset is a script, which is refused.
+        raise option_error("dataset.hub_name", hub_name, f"cannot be read: {_first_line(error)}") from error
+    except OSError as error:  # including ConnectionError
+        right = (
+            f"the Hugging Face hub cannot be reached ({_first_line(error)}); go online, or use local files "
+            "with --dataset.root_dir"
+        )
+        raise option_error("dataset.hub_name", hub_name, right) from error
 
 
 def _first_line(error: Exception) -> str:

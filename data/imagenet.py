@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torchditan.config import options
 from torchditan.config.errors import option_error
-from torchditan.datasets.folder import ImageFolder, find_validation
+from torchditan.datasets.folder import ImageFolder, ImageTree
 from torchditan.datasets.hub import open_hub
 from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
 
@@ -23,19 +23,11 @@ def build(
 ) -> ImageFolder:
     refuse(config, "hub_name")
     root = existing_path(config)
-    if not (root / "train").is_dir():
-        raise option_error("dataset.root_dir", config.root_dir, "has no folder train/ with one subfolder per class")
-    dataset = ImageFolder(
-        name="imagenet",
-        train_root=root / "train",
-        validation_root=find_validation(root),
-        split=split,
-        sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
-        crop=config.crop,
-    )
-    if not dataset.class_names:
-        raise option_error("dataset.root_dir", config.root_dir, "train/ must hold one subfolder per class")
-    return dataset
+    tree = ImageTree(root)
+    if "train" not in tree.division.splits.get((), {}).values() or not tree.class_names:
+        raise option_error("dataset.root_dir", config.root_dir, "must hold train/ with one subfolder per class")
+    shape = (photo_channels(config, input_channels), *height_and_width(config, default=(256, 256)))
+    return ImageFolder(tree, name="imagenet", split=split, sample_shape=shape, crop=config.crop)
 
 
 def build_hub(

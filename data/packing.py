@@ -25,7 +25,7 @@ from PIL import Image
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CaptionedPixels, CorruptImageError, ImageDataset
-from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes
+from torchditan.datasets.caption_entries import Entry, File, Frames, read_bytes
 from torchditan.datasets.captions import CaptionedImages
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.folder import ImageFolder

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import io
 import itertools
@@ -23,8 +22,8 @@ import json
 import os
 import posixpath
 import re
-import sys
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,12 +34,26 @@ from torchditan.config.errors import ConfigError, option_error, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.images import IMAGE_SUFFIXES
+from torchditan.datasets.options import describe_files, suffix_of
+from torchditan.datasets.splits import (
+    PARTS,
+    Division,
+    Part,
+    Split,
+    describe_parts,
+    is_hidden,
+    part_of,
+    part_of_file,
+    walk,
+)
 from torchditan.run.atomic_files import write_file
 from torchditan.run.progress import report_progress
 
 TEXT_SUFFIXES = frozenset([".cls", ".json", ".txt"])
-_MOST_TEXT = 1 << 20
-_VERSION = 1
+MOST_TEXT = 1 << 20
+_VERSION = 2
+_META = re.compile(r"__[^/]*__($|/)")
+"""Members that webdataset skips."""
 _BLOCK_SIZE = 1 << 22
 _REMOTE_THREADS = 8
 
@@ -239,58 +252,68 @@ def json_object(text: str) -> dict[str, Any]:
     return values
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    """A line on stderr, of rank 0, for both splits only once."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
-
-
 def kind_of(suffix: str) -> str:
     """`.png` of `.seg.PNG`."""
     return os.path.splitext(f"x{suffix}")[1].lower()
 
 
-def split_roots(root: str) -> tuple[str, str | None]:
-    """Where the training and the held-out shards are; the second is None without a split.
+@dataclass(frozen=True)
+class Shards:
+    """The tar shards of `dataset.root_dir`, by part, not read yet."""
 
-    Of a folder with `train/`, its `val/` or `validation/` are the held-out shards.
-    """
-    if "://" in root:
-        if root.endswith(".tar") or "{" in root:
-            return root, None
-        folders = [info["name"] for info in _list_remote(root)[1] if info["type"] == "directory"]
-        names, join = [posixpath.basename(name.rstrip("/")) for name in folders], posixpath.join
-    else:
-        folder = Path(root).expanduser()
-        names, join = [name for name in ("train", "val", "validation") if (folder / name).is_dir()], os.path.join
-    if "train" not in names:
-        return root, None
-    held_out = next((name for name in ("val", "validation") if name in names), None)
-    return join(root, "train"), None if held_out is None else join(root, held_out)
+    root: str
+    places: dict[Part, list[Place]]
+    other_files: Counter[str]
+    """Number of other files in the folder of the shards, by suffix."""
+    is_folder: bool
+    cache_folder: Path | None
+
+    def open(self, split: Split) -> list[Shard]:
+        """The index of the shards of a split, sorted by name."""
+        absolute = self.root if "://" in self.root else os.path.abspath(Path(self.root).expanduser())
+        name = hashlib.sha256(f"{_VERSION} {absolute} {split}".encode(errors="surrogateescape")).hexdigest()[:16]
+        path = None if self.cache_folder is None else self.cache_folder / f"{name}.jsonl"
+        return _read_index(self.places[split], root=self.root, path=path)
+
+    def describe(self) -> list[str]:
+        """Lines about what is held out, and what is not read."""
+        names = {part: [place.name for place in places] for part, places in self.places.items()}
+        lines = describe_parts(names, what="tar shards")
+        return lines + ([f"not read: {describe_files(self.other_files)}"] if self.other_files else [])
 
 
-def open_shards(root: str, *, cache_folder: Path | None, blocks_gib: float | None = None) -> list[Shard]:
-    """The shards of `dataset.root_dir`, sorted by name: a folder of them, one file, a pattern or an address.
+def find_shards(root: str, *, cache_folder: Path | None, blocks_gib: float | None = None) -> Shards:
+    """The shards of `dataset.root_dir`: a folder of them, one file, a pattern or an address.
+
+    Only the shards of a folder are divided into splits. What a pattern or a file names is for training.
 
     Args:
         cache_folder: keeps the index, and blocks of remote shards; None keeps nothing.
         blocks_gib: `dataset.remote_cache_gib`.
 
     Raises:
-        ConfigError: a shard does not exist or cannot be reached, or there are none.
+        ConfigError: a shard does not exist or cannot be reached, or none is for training.
     """
     folder = None if cache_folder is None else cache_folder / "tars"
+    other_files: Counter[str] = Counter()
+    is_folder = not root.endswith(".tar") and "{" not in root
     if "://" in root:
         limit = None if blocks_gib is None else int(blocks_gib * 2**30)
-        places = _find_remote(root, blocks=None if folder is None else folder / "blocks", limit=limit)
+        found = _find_remote(root, blocks=None if folder is None else folder / "blocks", limit=limit)
     else:
-        places = _find_local(root)
-    if not places:
-        raise option_error("dataset.root_dir", root, "holds no .tar files")
-    absolute = root if "://" in root else os.path.abspath(Path(root).expanduser())
-    name = hashlib.sha256(f"{_VERSION} {absolute}".encode(errors="surrogateescape")).hexdigest()[:16]
-    return _read_index(places, root=root, path=None if folder is None else folder / f"{name}.jsonl")
+        is_folder = Path(root).expanduser().is_dir()
+        found = _find_local(root, other_files)
+    places: dict[Part, list[Place]] = {part: [] for part in PARTS}
+    paths = {place.name: tuple(place.name.split("/")) for place in found}
+    folders = {name: (*path[:-1], part_of_file(path[-1]) or path[-1]) for name, path in paths.items()}
+    division = Division(folders.values() if is_folder else (), has_classes=False)
+    for place in found:
+        places[division.place(folders[place.name])[0]].append(place)
+    if not places["train"]:
+        named = f" for training, only {some(place.name for place in found)}" if found else ""
+        packed = f"; it has {describe_files(other_files)}" if other_files else ""
+        raise option_error("dataset.root_dir", root, f"holds no .tar files{named}{packed}")
+    return Shards(root, places, other_files, is_folder, folder)
 
 
 def read_text(root: str, name: str) -> str | None:
@@ -304,7 +327,7 @@ def read_text(root: str, name: str) -> str | None:
         system, found = _list_remote(folder)
         infos = [info for info in found if posixpath.basename(info["name"]) == name]
         files = [RemoteFile(system.unstrip_protocol(info["name"]), info["size"], None) for info in infos]
-        return files[0].read_at(0, _MOST_TEXT).decode() if files else None
+        return files[0].read_at(0, MOST_TEXT).decode() if files else None
     path = Path(folder).expanduser() / name
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
@@ -325,17 +348,20 @@ def _choices(text: str) -> list[str]:
     return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
 
 
-def _find_local(root: str) -> list[Place]:
+def _find_local(root: str, other_files: Counter[str]) -> list[Place]:
     path = Path(root).expanduser()
     if path.is_dir():
-        paths = sorted(path.glob("*.tar"))
+        files = [(parts, name) for parts, names in walk(path) for name in names]
+        other_files.update(suffix_of(name) for _, name in files if suffix_of(name) not in (".tar", *TEXT_SUFFIXES))
+        names = sorted("/".join((*parts, name)) for parts, name in files if suffix_of(name) == ".tar")
+        paths = [path / name for name in names]
     else:
         paths = [path] if path.exists() else [Path(text) for text in expand_braces(str(path))]
+        names = _names([path.as_posix() for path in paths])
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise option_error("dataset.root_dir", root, _not_there(missing, len(paths)))
     states = [path.stat() for path in paths]
-    names = _names([path.as_posix() for path in paths])
     return [
         Place(name, path.absolute(), state.st_size, str(state.st_mtime_ns))
         for name, path, state in zip(names, paths, states, strict=True)
@@ -366,15 +392,23 @@ def _find_remote(root: str, *, blocks: Path | None, limit: int | None) -> list[P
         system, found = _list_remote(folder)
         infos |= {info["name"]: info for info in found}
     if is_folder:
-        paths = sorted(path for path in infos if path.endswith(".tar"))
+        below = [info["name"] for info in infos.values() if info["type"] == "directory"]
+        for path in below:
+            if part_of(posixpath.basename(path.rstrip("/"))) is not None:
+                infos |= {info["name"]: info for info in _list_remote(system.unstrip_protocol(path))[1]}
+        visible = [path for path in infos if not is_hidden(posixpath.basename(path))]
+        paths = sorted(path for path in visible if path.endswith(".tar"))
+        top = system._strip_protocol(root).rstrip("/")
+        names = [posixpath.relpath(path, top) for path in paths]
     else:
         paths = [system._strip_protocol(address) for address in addresses]
+        names = _names(paths)
     missing = [path for path in paths if path not in infos]
     if missing:
         raise option_error("dataset.root_dir", root, _not_there(missing, len(paths)))
     return [
         _remote_place(name, system.unstrip_protocol(path), infos[path], blocks=blocks, limit=limit)
-        for name, path in zip(_names(paths), paths, strict=True)
+        for name, path in zip(names, paths, strict=True)
     ]
 
 
@@ -485,7 +519,7 @@ def _read_members(shard: Shard, raw: _Part) -> str | None:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # it would keep all
                 last, offset = member.name, tar.offset
-                if member.isreg() and not member.issparse():
+                if not member.isdir() and not _is_left_out(member.name):
                     _add(shard, numbers, member, raw)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # numbers, and chains of headers
         if last is None:
@@ -495,6 +529,11 @@ def _read_members(shard: Shard, raw: _Part) -> str | None:
     if len(end) == tarfile.BLOCKSIZE and not any(end):
         return None
     return f"truncated or damaged after the start of {last}"
+
+
+def _is_left_out(name: str) -> bool:
+    """Members in hidden folders, and those that webdataset skips."""
+    return bool(_META.match(name)) or any(is_hidden(part) for part in name.split("/") if part != ".")
 
 
 def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _Part) -> None:
@@ -507,14 +546,17 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
         numbers[key] = len(shard.keys)
         shard.keys.append(key)
     members = shard.members.setdefault(f".{suffix}", Members())
-    is_whole = 0 <= member.size <= shard.place.size - member.offset_data
+    is_stored = member.isreg() and not member.issparse()
+    is_whole = is_stored and 0 <= member.size <= shard.place.size - member.offset_data
     kind = kind_of(f".{suffix}")
     if kind in TEXT_SUFFIXES:
         if not is_whole:
             return
-        text = raw.read_at(member.offset_data, min(member.size, _MOST_TEXT))
+        text = raw.read_at(member.offset_data, min(member.size, MOST_TEXT))
         members.texts.append(text.decode("utf-8", "surrogateescape"))
     damage = None if is_whole else "incomplete"
+    if not is_stored:
+        damage = "a sparse file, as GNU tar writes with -S" if member.issparse() else "a link, not a file"
     if is_whole and kind in IMAGE_SUFFIXES:
         damage = _image_damage(raw, member)
     if damage is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,13 +27,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
+from torchditan.config.errors import option_error, some
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
-from torchditan.datasets.caption_sources import read_bytes
-from torchditan.datasets.folder import Split, held_out
+from torchditan.datasets.caption_entries import read_bytes
+from torchditan.datasets.folder import held_out
 from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, corrupt_image, load_sample
 from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
-from torchditan.datasets.tars import Place, Shard, TarMember, json_object, kind_of, open_shards, read_text, split_roots
+from torchditan.datasets.splits import Split
+from torchditan.datasets.tars import Place, Shard, TarMember, find_shards, json_object, kind_of, read_text
 from torchditan.run.npy_files import read_array
 
 CLASSES_FILE = "classes.txt"
@@ -81,6 +83,7 @@ class TarImages(ImageDataset):
         class_names: list[str],
         sample_shape: tuple[int, ...],
         crop: Crop,
+        reading: list[str],
     ) -> None:
         self.samples = samples
         self.name = name
@@ -89,7 +92,7 @@ class TarImages(ImageDataset):
         self.class_labels = samples.labels if class_names else None
         self.sample_shape = sample_shape
         self.crop = crop
-        self.other_files: dict[str, int] = {}
+        self.reading = reading
         # Like that of a folder: names in the shards, not content. Moved shards are the same data.
         self.fingerprint = f"members-{hashlib.sha256(samples.names.tobytes()).hexdigest()[:16]}"
 
@@ -102,8 +105,8 @@ class TarImages(ImageDataset):
     def _name_of(self, index: int) -> str:
         return str(self.samples.names[index].decode("utf-8", "surrogateescape"))
 
-    def file_sizes(self) -> dict[str, int]:
-        return {shard.name: shard.size for shard in self.samples.shards}
+    def file_sizes(self) -> dict[str, dict[str, int]]:
+        return {"shards": {shard.name: shard.size for shard in self.samples.shards}}
 
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         """Yields what the index knows, at once."""
@@ -271,10 +274,8 @@ def build(
     config: options.Dataset, *, split: Split, input_channels: int | None = None, cache_folder: Path | None = None
 ) -> TarImages:
     shape = (photo_channels(config, input_channels), *height_and_width(config, default=(256, 256)))
-    samples, root, class_names = _open_split(config, split, IMAGE_SUFFIXES, cache_folder=cache_folder)
-    return TarImages(
-        samples, name=config.dataset_name, root=root, class_names=class_names, sample_shape=shape, crop=config.crop
-    )
+    samples, shared = _open_split(config, split, IMAGE_SUFFIXES, cache_folder=cache_folder)
+    return TarImages(samples, sample_shape=shape, crop=config.crop, **shared)
 
 
 def build_latents(config: options.Dataset, *, split: Split, cache_folder: Path | None = None) -> TarLatents:
@@ -283,45 +284,51 @@ def build_latents(config: options.Dataset, *, split: Split, cache_folder: Path |
     Raises:
         ConfigError: it holds none that can be read.
     """
-    samples, root, class_names = _open_split(config, split, LATENT_SUFFIXES, cache_folder=cache_folder)
-    dataset = TarLatents(
-        samples, name=config.dataset_name, root=root, class_names=class_names, sample_shape=(), crop="center"
-    )
+    samples, shared = _open_split(config, split, LATENT_SUFFIXES, cache_folder=cache_folder)
+    dataset = TarLatents(samples, sample_shape=(), crop="center", **shared)
     for index in range(len(dataset)):
         with suppress(CorruptImageError, ValueError):
             dataset.sample_shape = tuple(read_latent(dataset.content_of(index)).shape)
             return dataset
     right = "holds no latents: no readable .npy or .safetensors members of shape (C, h, w)"
-    raise option_error("dataset.root_dir", str(root), right)
+    raise option_error("dataset.root_dir", str(dataset.root), right)
 
 
 def _open_split(
     config: options.Dataset, split: Split, suffixes: Set[str], *, cache_folder: Path | None
-) -> tuple[Samples, Path, list[str]]:
-    """The samples of a split, their place, and the names of the classes."""
+) -> tuple[Samples, dict[str, Any]]:
+    """The samples of a split, and what describes them: arguments of `TarImages`."""
     refuse(config, "hub_name")
     root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
     label_key = None if config.num_classes == 0 else config.label_key
 
-    def read(place: str) -> Samples:
-        shards = open_shards(place, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
-        return read_samples(shards, label_key=label_key, suffixes=suffixes)
+    shards = find_shards(root, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
 
-    train_root, validation_root = split_roots(root)
-    train = samples = read(train_root)
-    if validation_root is not None and split == "validation":
-        samples = read(validation_root)
+    def read(part: Split) -> Samples:
+        return read_samples(shards.open(part), label_key=label_key, suffixes=suffixes)
+
+    train = samples = read("train")
+    is_divided = bool(shards.places["validation"])
+    if is_divided and split == "validation":
+        samples = read("validation")
     class_names: list[str] = []
     if train.labels is not None:
-        class_names = _class_names({root, train_root}, num_classes=int(train.labels.max()) + 1)
+        folders = {posixpath.dirname(place.name) for place in shards.places["train"]} if shards.is_folder else set()
+        class_names = _class_names(
+            {root, *(posixpath.join(root, name) for name in folders)}, int(train.labels.max()) + 1
+        )
     if class_names and samples.labels is None:
-        raise option_error("dataset.root_dir", str(validation_root), "has no labels, but the training images have some")
-    if validation_root is None:
+        right = (
+            f"{some(place.name for place in shards.places['validation'])} has no labels, but the training images have"
+        )
+        raise option_error("dataset.root_dir", root, right)
+    if not is_divided:
         samples = train.keep(held_out(train.names) == (split == "validation"))
-    return samples, Path(root), class_names
+    shared = {"name": config.dataset_name, "root": Path(root), "class_names": class_names}
+    return samples, {**shared, "reading": shards.describe()}
 
 
-def _class_names(roots: set[str], *, num_classes: int) -> list[str]:
+def _class_names(roots: set[str], num_classes: int) -> list[str]:
     """The lines of `classes.txt`, or "class 0" and so on."""
     for root in sorted(roots):
         text = read_text(root, CLASSES_FILE)

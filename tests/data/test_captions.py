@@ -24,7 +24,7 @@ from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import DATASETS, build_dataset
 from torchditan.datasets.buckets import bucket_sizes, nearest_bucket
-from torchditan.datasets.caption_sources import TarMember
+from torchditan.datasets.tars import TarMember
 
 
 def encode(grey: int = 0, *, size: tuple[int, int] = (8, 8), suffix: str = ".png", **options: Any) -> bytes:
@@ -411,7 +411,7 @@ def test_train_and_validation_folders_are_respected(tmp_path: Path) -> None:
     write(tmp_path, {"train/a.png": encode(1), "train/a.txt": "a", "val/b.png": encode(2), "val/b.txt": "b"})
     assert open_captions(tmp_path).captions == ["a"]
     assert open_captions(tmp_path, "validation").captions == ["b"]
-    with pytest.raises(ConfigError, match=r"dataset.held_out = 1: .*folder val/; leave it out"):
+    with pytest.raises(ConfigError, match=r"dataset.held_out = 1: .*; leave it out"):
         open_captions(tmp_path, held_out=1)
 
 

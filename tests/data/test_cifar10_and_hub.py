@@ -169,7 +169,7 @@ def test_wrong_columns_of_a_hub_dataset_are_refused(hub: Path) -> None:
     refuse('dataset.label_key = "kind": .*num_classes 0', open_hub, hub, label_key="kind")
     refuse("dataset.num_classes = 5: .*10 classes", open_hub, hub, num_classes=5)
     (hub / "test-0.parquet").unlink()
-    refuse("has no validation split; must have one of validation, val, test", open_hub, hub, "validation")
+    refuse("has no validation split, only train", open_hub, hub, "validation")
 
 
 def test_the_crop_and_the_number_of_the_row_reach_the_decoder(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_what_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, error
     def load_dataset(*args: Any, **options: Any) -> None:
         raise classes.get(kind, datasets.exceptions.DatasetNotFoundError)(text)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", load_dataset)
     refuse(message, open_hub, Path("a/b"))
 
 

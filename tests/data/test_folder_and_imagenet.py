@@ -191,7 +191,7 @@ def test_a_link_to_a_folder_is_followed_unless_it_leads_back(tmp_path: Path) -> 
 
 
 def test_imagenet_is_a_tree_with_train_and_val(tmp_path: Path) -> None:
-    refuse("folder train/", tmp_path, dataset_name="imagenet")
+    refuse("train/", tmp_path, dataset_name="imagenet")
     write_image(tmp_path / "train" / "1.png")
     refuse("train/ .*subfolder per class", tmp_path, dataset_name="imagenet")
     (tmp_path / "train" / "1.png").unlink()

@@ -153,6 +153,8 @@ class Dataset:
     """Number of samples in the dummy dataset."""
     caption_key: str = "text"
     """Column of the captions in metadata.jsonl, parquet files and hub datasets; key in `.json` members (captions)."""
+    caption_from: Literal["files", "file_name"] = "files"
+    """Where captions are: in files next to the images, or the image's own name: `a_red_cat.png` (captions)."""
     trigger_word: str | None = None
     """Replaces `[trigger]` in captions; captions without `[trigger]` start with it (captions)."""
     shuffle_tags: int = 0

@@ -3,12 +3,12 @@
 
 A dataset is a class that inherits from `ImageDataset` (docs/extending.md has an example). Optional attributes have a
 default there. Optional abilities are methods, each with a protocol here: `BatchedDataset`, `GroupedDataset`,
-`VariedDataset`, `FileDataset`, `StandInDataset`.
+`VariedDataset`, `ListedDataset`, `FileDataset`, `StandInDataset`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -41,6 +41,9 @@ class DatasetDescription:
     the labels before training, and sample grids find the images of a class immediately."""
     fingerprint: str | None = None
     """Identity of the data. A run stores it and refuses to continue with data of another identity."""
+
+    reading: Sequence[str] = ()
+    """Lines about how the data was read, shown before training: what is held out, and what is not read."""
 
     # Only our datasets of latents and captions set the attributes below. Their types belong to optional parts,
     # which the stream never imports.
@@ -147,18 +150,21 @@ class VariedDataset(Protocol):
 
 
 @runtime_checkable
-class FileDataset(Protocol):
+class ListedDataset(Protocol):
+    """An ImageDataset that can name its images, so that a run can tell which differ from those it was started with."""
+
+    def file_sizes(self) -> dict[str, dict[str, int]]:
+        """Split -> name -> size in bytes (0 if unknown) of every image, held-out ones included."""
+        ...
+
+
+@runtime_checkable
+class FileDataset(ListedDataset, Protocol):
     """An ImageDataset of files, which are checked before training."""
 
     root: Path
-    other_files: Mapping[str, int]
-    """Number of files that are not part of the dataset, by suffix."""
 
     def path_of(self, index: int) -> Path: ...
-
-    def file_sizes(self) -> dict[str, int]:
-        """Path under `root` -> size in bytes of every file, held-out ones included."""
-        ...
 
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         """Yield the number of files checked so far and the unreadable ones: index -> reason. At least twice a minute,
@@ -180,6 +186,7 @@ class CaptionSource(Protocol):
 
     name: str
     sample_shape: tuple[int, ...]
+    reading: Sequence[str]
     captions: list[str]
 
     def __len__(self) -> int: ...
@@ -203,6 +210,7 @@ class CaptionedPixels(Protocol):
     name: str
     sample_shape: tuple[int, ...]
     class_names: list[str]
+    reading: Sequence[str]
     fingerprint: str | None
 
     def __len__(self) -> int: ...

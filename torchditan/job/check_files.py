@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import cache_folder
-from torchditan.data_stream.datasets import FileDataset
+from torchditan.data_stream.datasets import FileDataset, ListedDataset
 from torchditan.job.prepare import Job
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import DATASET_FILES
@@ -45,25 +45,32 @@ def compare_files(job: Job) -> None:
 def _describe_differing(job: Job, run: Path) -> str:
     """The files that were added, removed or changed since the run was started; "" if none, or if it is not known."""
     stored = run / DATASET_FILES
-    if not isinstance(job.dataset, FileDataset) or not stored.exists():
+    if not isinstance(job.dataset, ListedDataset) or not stored.exists():
         return ""
     try:
-        before: dict[str, int] = json.loads(gzip.decompress(stored.read_bytes()))
-    except (OSError, EOFError, ValueError, zlib.error):  # damaged: the run directory compares the fingerprints
+        before = _by_name(json.loads(gzip.decompress(stored.read_bytes())))
+    except (OSError, EOFError, ValueError, AttributeError, zlib.error):  # damaged: the run directory compares
         return ""
-    here = job.dataset.file_sizes()
+    here = _by_name(job.dataset.file_sizes())
+    kept = before.keys() & here.keys()
     kinds: dict[str, Collection[str]] = {
         "added": here.keys() - before.keys(),
         "removed": before.keys() - here.keys(),
-        "changed": [path for path in before.keys() & here.keys() if before[path] != here[path]],
+        "changed": [name for name in kept if before[name][1] != here[name][1]],
+        "moved between training and held-out images": [name for name in kept if before[name][0] != here[name][0]],
     }
     return "; ".join(f"{kind}: {_name(sorted(paths))}" for kind, paths in kinds.items() if paths)
+
+
+def _by_name(files: dict[str, dict[str, int]]) -> dict[str, tuple[str, int]]:
+    """Name -> (split, size)."""
+    return {name: (split, size) for split, sizes in files.items() for name, size in sizes.items()}
 
 
 def record_files(job: Job) -> None:
     """Store the names and sizes of the files in the run directory, unless they are there."""
     path = job.run_directory.path / DATASET_FILES
-    if job.rank.rank == 0 and isinstance(job.dataset, FileDataset) and not path.exists():
+    if job.rank.rank == 0 and isinstance(job.dataset, ListedDataset) and not path.exists():
         with contextlib.suppress(OSError):  # a full disk; the files are only named in messages
             write_file(path, gzip.compress(json.dumps(job.dataset.file_sizes()).encode()))
 
@@ -93,9 +100,6 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
         texts += [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
         if dataset is job.dataset:
             unreadable.update(damages)
-            if dataset.other_files:
-                kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(dataset.other_files.items()))
-                supervision.warn(f"files in {dataset.root} that are not read as images: {kinds}")
     if texts:
         files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
         named = f"{files} be read: {_name(texts)}"

@@ -17,7 +17,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.config.options import Config, cache_folder
 from torchditan.config.prompts import is_unicode
-from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
+from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset, ListedDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sampler import SampleRows
 from torchditan.finetune.captions.encode import (
@@ -93,6 +93,7 @@ class CachedCaptions(ImageDataset):
     ) -> None:
         self.source = source
         self.name = source.name
+        self.reading = source.reading
         self.class_names = []
         self.latents = latents
         self.texts = texts
@@ -114,6 +115,9 @@ class CachedCaptions(ImageDataset):
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def file_sizes(self) -> dict[str, dict[str, int]]:
+        return self.source.file_sizes() if isinstance(self.source, ListedDataset) else {}
 
     def groups(self) -> list[np.ndarray]:
         """Indices of the samples by shape, the most common shape first."""
@@ -168,6 +172,7 @@ class LookedUpCaptions(ImageDataset):
         self.prompts = prompts
         self.negative = negative
         self.name = source.name
+        self.reading = source.reading
         self.sample_shape = source.sample_shape
         self.class_names = []
         of_source = source.fingerprint or source.name

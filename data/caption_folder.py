@@ -1,0 +1,243 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Captions in a folder of images or videos: a file next to each (`a.txt`, `a.caption`, `a.json`), or metadata files.
+
+Notable:
+- `metadata.jsonl`, `.csv` and `.parquet` list the images of their folder and of those below it, as in `datasets`;
+- names are compared in NFC, because macOS writes them in NFD;
+- with `dataset.caption_from` "file_name", no file is read.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torchditan.config import options
+from torchditan.config.errors import option_error, shorten, some
+from torchditan.config.optional_libraries import import_optional
+from torchditan.datasets.caption_entries import (
+    Captions,
+    Entry,
+    File,
+    Frames,
+    Picture,
+    Refusal,
+    Source,
+    captions_in,
+    decode,
+    kind_word,
+    pair,
+)
+from torchditan.datasets.images import IMAGE_SUFFIXES
+from torchditan.datasets.options import suffix_of
+from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts
+from torchditan.datasets.tars import MOST_TEXT, json_object
+from torchditan.datasets.videos import VIDEO_SUFFIXES
+
+METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+CAPTION_SUFFIXES = (".txt", ".caption")
+_MAY_HOLD_CAPTIONS = frozenset([".json", ".jsonl", ".csv", ".tsv", ".cap", ".captions", ".tags", ".xlsx", ".parquet"])
+
+
+def read_folder(
+    root: Path, names: dict[Parts, list[str]], split: Split, *, config: options.Dataset, refusal: Refusal
+) -> Source:
+    """A split of the pictures below `root`, whose files are `names`. It has no entries if there are no pictures.
+
+    Raises:
+        ConfigError: captions and pictures do not belong together.
+    """
+    is_video = config.num_frames is not None
+    pictures = {parts: list(_pictures_in(root, parts, names[parts], is_video=is_video)) for parts in names}
+    division = Division((parts for parts in pictures if pictures[parts]), has_classes=False)
+    part_of = {parts: division.place(parts)[0] for parts in names}
+    by_part = {
+        part: [name for parts in names if part_of[parts] == part for _, name, _ in pictures[parts]] for part in PARTS
+    }
+    is_divided = bool(by_part["validation"])
+    chosen = [parts for parts in names if part_of[parts] == (split if is_divided else "train")]
+    from_files = config.caption_from == "files"
+    tables = [(parts, name) for parts in names for name in METADATA_FILES if from_files and name in names[parts]]
+    listed: dict[str, Entry] = {}
+    for parts, name in tables:
+        found = _read_metadata(root, parts, name, pictures=pictures, config=config, refusal=refusal)
+        if taken := sorted(found.keys() & listed.keys()):
+            raise refusal(f"{taken[0]} is listed in two metadata files; keep one of them")
+        listed |= found
+    free = [parts for parts in chosen if not any(parts[: len(folder)] == folder for folder, _ in tables)]
+    own = [picture for parts in free for picture in pictures[parts]]
+    read = {_join(parts, name) for parts, name in tables}
+    if from_files:
+        beside = {parts: names[parts] for parts in free}
+        captions, sidecars = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config, refusal=refusal)
+        read |= sidecars
+    else:
+        captions = {stem: Captions(_words(stem, refusal=refusal)) for stem, _, _ in own}
+    inside = {name: division.place(parts)[1] for parts in free for _, name, _ in pictures[parts]}
+    entries = [
+        dataclasses.replace(entry, repeats=_repeats(inside[entry.name], refusal=refusal))
+        for entry in pair(own, captions, is_video=is_video, refusal=refusal)
+    ]
+    entries += [listed[name] for parts in chosen for _, name, _ in pictures[parts] if name in listed]
+    for entry in entries:
+        content = entry.content
+        read |= (
+            {f"{entry.name}/{file.path.name}" for file in content.files}
+            if isinstance(content, Frames)
+            else {entry.name}
+        )
+    unread = [_join(parts, name) for parts in chosen for name in names[parts] if _join(parts, name) not in read]
+    return Source(entries, is_divided, describe_parts(by_part, what=f"{kind_word(is_video)}s"), unread)
+
+
+def _join(parts: Parts, name: str) -> str:
+    return "/".join((*parts, name))
+
+
+def _pictures_in(root: Path, parts: Parts, names: list[str], *, is_video: bool) -> Iterator[Picture]:
+    """Images, or videos: files, and folders of frames."""
+    suffixes = VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES
+    found = [name for name in names if suffix_of(name) in suffixes]
+    for name in found:
+        yield _join(parts, os.path.splitext(name)[0]), _join(parts, name), File(root.joinpath(*parts, name))
+    frames = [name for name in names if suffix_of(name) in IMAGE_SUFFIXES]
+    if is_video and parts and frames and not found:
+        frames.sort(key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name))
+        files = tuple(File(root.joinpath(*parts, name)) for name in frames)
+        yield "/".join(parts), "/".join(parts), Frames(files)
+
+
+def _words(stem: str, *, refusal: Refusal) -> str:
+    """`a red cat` of `photos/a_red_cat`."""
+    return decode(os.fsencode(stem.rpartition("/")[2].replace("_", " ")), where=stem, refusal=refusal)
+
+
+def _repeats(inside: Parts, *, refusal: Refusal) -> int:
+    """10 for `10_dog/a.png`, as kohya's scripts name folders. A year (`2024_dogs`) does not count."""
+    match = re.match(r"(\d{1,3})_", inside[0]) if inside else None
+    if match is None:
+        return 1
+    if int(match[1]) == 0:
+        raise refusal(f"the folder {inside[0]}/ repeats its images 0 times; must be at least 1")
+    return int(match[1])
+
+
+def _read_sidecars(
+    root: Path, names: dict[Parts, list[str]], stems: set[str], *, config: options.Dataset, refusal: Refusal
+) -> tuple[dict[str, Captions], set[str]]:
+    """Name without extension -> its captions, and the names of the files that were read.
+
+    A `.json` counts if it belongs to a picture and has the key `dataset.caption_key`, and there is no other file.
+    """
+    texts: dict[str, Captions] = {}
+    objects: dict[str, Captions] = {}
+    origins: dict[str, str] = {}
+    normal = {unicodedata.normalize("NFC", stem) for stem in stems}
+    for parts, files in names.items():
+        for file in files:
+            name, suffix, path = _join(parts, file), suffix_of(file), root.joinpath(*parts, file)
+            stem = unicodedata.normalize("NFC", os.path.splitext(name)[0])
+            if suffix in CAPTION_SUFFIXES:
+                caption = Captions(decode(path.read_bytes(), where=name, refusal=refusal))
+                if texts.setdefault(stem, caption) != caption:
+                    raise refusal(f"{origins[stem]} and {name} differ; keep one of them")
+                origins[stem] = name
+            elif suffix == ".json" and stem in normal and path.stat().st_size <= MOST_TEXT:
+                try:
+                    row = json_object(path.read_text(encoding="utf-8-sig"))
+                except ValueError:  # of another program
+                    continue
+                if row.get(config.caption_key) is not None:
+                    objects[stem] = captions_in(row, config.caption_key, where=name, refusal=refusal)
+                    origins.setdefault(stem, name)
+    return objects | texts, {*origins.values()}
+
+
+def _read_metadata(
+    root: Path,
+    parts: Parts,
+    file: str,
+    *,
+    pictures: dict[Parts, list[Picture]],
+    config: options.Dataset,
+    refusal: Refusal,
+) -> dict[str, Entry]:
+    """Name -> entry of the rows `{"file_name": "a.png", "text": "a dog", "repeats": 2}` of a metadata file."""
+    is_video = config.num_frames is not None
+    known = {
+        unicodedata.normalize("NFC", name): (name, content) for found in pictures.values() for _, name, content in found
+    }
+    entries: dict[str, Entry] = {}
+    for number, row in _rows(root.joinpath(*parts, file), where=_join(parts, file), refusal=refusal):
+        where = f"{_join(parts, file)}, line {number}"
+        if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
+            raise refusal(f'{where}: must be {{"file_name": "...", "text": "..."}}')
+        if config.caption_key not in row:
+            right = f"{where} has no such column; must be one of {', '.join(map(str, row))}"
+            raise option_error("dataset.caption_key", config.caption_key, right)
+        relative = PurePosixPath(row["file_name"].replace("\\", "/"))  # of Windows
+        if relative.is_absolute() or ".." in relative.parts:
+            raise refusal(f"{where}: {relative} is outside the folder; must be a path inside it")
+        wanted = unicodedata.normalize("NFC", _join(parts, relative.as_posix()))
+        if wanted not in known:
+            raise refusal(f"{where}: {_why_unknown(root / wanted, str(relative), is_video=is_video)}")
+        name, content = known[wanted]
+        if name in entries:
+            raise refusal(f"{where}: {relative} is listed twice; use repeats to show it more often")
+        captions = captions_in(row, config.caption_key, where=where, refusal=refusal)
+        repeats = row.get("repeats", 1)
+        if type(repeats) is not int or repeats < 1:
+            raise refusal(f"{where}: repeats must be an integer of at least 1")
+        entries[name] = Entry(name, captions.first, content, repeats, captions.others, captions.weights)
+    return entries
+
+
+def _why_unknown(path: Path, name: str, *, is_video: bool) -> str:
+    if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that is too long
+        return f"the folder {name} holds no frames"
+    if not os.path.isfile(path):
+        return f"{shorten(name, most=200)} does not exist"
+    return (
+        f"{name} is not {'a video' if is_video else 'an image'}{'' if is_video else '; videos need dataset.num_frames'}"
+    )
+
+
+def _rows(path: Path, *, where: str, refusal: Refusal) -> Iterator[tuple[int, Any]]:
+    """(number of its line, content) of each row of a metadata file."""
+    if path.suffix == ".parquet":
+        rows = import_optional("pyarrow.parquet", extra="hub").read_table(path).to_pylist()
+        yield from enumerate(rows, start=1)
+        return
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise refusal(f"{where} is not UTF-8 text") from None
+    if path.suffix == ".csv":
+        yield from enumerate(csv.DictReader(io.StringIO(text)), start=2)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise refusal(f"{where}, line {number} is not JSON ({error})") from None
+
+
+def refuse_bare(source: Source, *, refusal: Refusal, trigger_word: str | None) -> None:
+    """Refuse images without a caption, unless a trigger word replaces it and no file looks like their captions."""
+    bare = [entry.name for entry in source.entries if entry.caption is None]
+    if bare and trigger_word is None:
+        raise refusal(
+            f"no caption belongs to {some(sorted(bare))}; write one (a.txt for a.png), or set dataset.trigger_word"
+        )
+    if bare and (files := [name for name in source.unread if suffix_of(name) in _MAY_HOLD_CAPTIONS]):
+        right = f"{len(bare):,} images have no caption, and {some(files)} may hold captions, but is not read as such"
+        raise refusal(f"{right}; write metadata.csv with the columns file_name and text, or move it elsewhere")

@@ -1,0 +1,138 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Which files are for training, which are held out, and which are test data: one rule for all datasets.
+
+Names of folders (`train/`, `Valid/`, `test2017/`), of tars and parquet files (`ds-val-000.tar`,
+`test-00000-of-00001.parquet`) and of splits on the hub tell. Test data is never trained on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from torchditan.config.errors import option_error, some
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+Part = Literal["train", "validation", "test", "beside"]
+"""`beside`: next to the folders of the splits, so in none of them."""
+PARTS: tuple[Part, ...] = ("train", "validation", "test", "beside")
+Parts = tuple[str, ...]
+"""The folders of a path: `("train", "cat")`."""
+
+_PARTS: dict[str, Part] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_FOLDER = re.compile(rf"({'|'.join(_PARTS)})([-_ .]?(set|split|data|images))?[-_ .]?\d*")
+_MADE_BY_SYSTEMS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"])
+
+
+def part_of(name: str) -> Part | None:
+    """The part that a folder, or a split of the hub, is named after: `Train`, `val2017`, `test_set`; else None."""
+    match = _FOLDER.fullmatch(name.lower())
+    return None if match is None else _PARTS[match[1]]
+
+
+def part_of_file(name: str) -> Part | None:
+    """The part that a tar or parquet file is named after: the last of the words in `ds-val-000.tar`; else None."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((_PARTS[word] for word in reversed(words) if word in _PARTS), None)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder counts nowhere: `.cache`, `._a.jpg` of macOS, thumbnails of systems."""
+    return name.startswith(".") or name in _MADE_BY_SYSTEMS
+
+
+class Division:
+    """Divides folders into training, validation and test data, by their names.
+
+    A name is that of a split if the folders next to it agree: `train/` with `test/` or alone, `test/` next to `cat/`
+    and `dog/`. A `train/` next to `plane/` is a folder of trains. Splits may be below other folders: `cat/train/`.
+
+    Args:
+        folders: all folders that hold data themselves. The last name of a tar or parquet file counts as one too.
+        has_classes: whether folders may be classes. `dev/` next to `anna/` is then a class, unless it has a folder that
+            is named like another one next to it.
+    """
+
+    def __init__(self, folders: Iterable[Parts], *, has_classes: bool) -> None:
+        self.folders = sorted(set(folders))
+        groups: dict[Parts, dict[str, Part]] = defaultdict(dict)
+        for parts in self.folders:
+            for depth, name in enumerate(parts):
+                if (part := part_of(name)) is not None:
+                    groups[parts[:depth]][name] = part
+                    break
+        self.splits = {
+            parent: children
+            for parent, children in groups.items()
+            if self._is_split(parent, children, has_classes=has_classes)
+        }
+        """Folder -> the folders in it that are splits."""
+
+    def _is_split(self, parent: Parts, children: dict[str, Part], *, has_classes: bool) -> bool:
+        found = set(children.values())
+        if len(found) > 1:
+            return True
+        below = [parts[len(parent) :] for parts in self.folders if parts[: len(parent)] == parent]
+        others = {parts[0] for parts in below if parts and parts[0] not in children}
+        if found == {"train"} or not others:
+            return not others
+        mirrored = {parts[1] for parts in below if parts and parts[0] in children and len(parts) > 1} & others
+        return not has_classes or found == {"test"} or bool(mirrored)
+
+    def place(self, parts: Parts) -> tuple[Part, Parts]:
+        """The part of a folder, and its path without the name of the split."""
+        for depth in range(len(parts) + 1):
+            children = self.splits.get(parts[:depth])
+            if children is None:
+                continue
+            if depth < len(parts) and parts[depth] in children:
+                return children[parts[depth]], parts[:depth] + parts[depth + 1 :]
+            if "train" in children.values():
+                return "beside", parts
+        return "train", parts
+
+
+def describe_parts(names: Mapping[Part, Sequence[str]], *, what: str) -> list[str]:
+    """Lines about what is not for training: `held out: 12 images, val/a.png, val/b.png, val/c.png and 9 more`."""
+    titles: dict[Part, str] = {
+        "validation": "held out",
+        "test": "test data, not read",
+        "beside": "in no split, not read",
+    }
+    found = [(title, names[part]) for part, title in titles.items() if names[part]]
+    return [f"{title}: {len(paths):,} {what}, {some(paths)}" for title, paths in found]
+
+
+def walk(root: Path) -> Iterator[tuple[Parts, list[str]]]:
+    """(path below `root`, sorted names of its files) of a folder and all below it, through links, without hidden ones.
+
+    Raises:
+        ConfigError: a link leads to a folder that contains the link, so the walk would not end.
+    """
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if not is_hidden(name))
+        for name in subfolders:
+            link = Path(folder, name)
+            if not link.is_symlink():
+                continue
+            target = link.resolve()
+            if any(above.resolve().is_relative_to(target) for above in _up_to(root, link)):
+                right = f"{link.relative_to(root)} is a link to {target}, which contains it; remove the link"
+                raise option_error("dataset.root_dir", str(root), right)
+        yield Path(folder).relative_to(root).parts, sorted(name for name in names if not is_hidden(name))
+
+
+def _up_to(root: Path, path: Path) -> Iterator[Path]:
+    """The folders that contain a path, from the nearest to `root`."""
+    while path != root:
+        path = path.parent
+        yield path
