@@ -95,6 +95,9 @@ OPEN_LATENTS = "torchditan.latents.latent_space:build_sample_space"
 TUNE_BATCH_SIZE = "torchditan.ablation.autotune:resolve_batch_size"
 """The search for `training.batch_size = "auto"`."""
 
+PLAN_RUN = "torchditan.planner.plan:plan_run"
+"""What estimates the memory of a job before it starts."""
+
 LOAD_INITIAL_WEIGHTS = "torchditan.weights.initial:load_initial_weights"
 """The function for `checkpoint.initial_load_path`."""
 

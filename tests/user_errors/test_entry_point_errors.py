@@ -330,7 +330,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/whole --validation.freq=1",
         'dataset.hub_name = "tables/whole"',
-        ["validation, val, test"],
+        ["validation", "train"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=nothing",

@@ -1,6 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Train a diffusion transformer: `torchditan train quickstart`, or `python train.py --job.config_file quickstart`.
 
+`--preview` only shows what would be trained: a description of the data, and a picture of 16 samples.
+
 Several ranks: `torchrun --nproc_per_node 8 -m torchditan train NAME`, or `torchrun --nproc_per_node 8 train.py ...`.
 """
 
@@ -26,8 +28,15 @@ def main() -> None:
             print(describe_configurations(), flush=True)
         right = "must be one of these names, or a path: torchditan train quickstart"
         raise option_error("job.config_file", None, right)
-    config = parse_config(argv)
+    is_preview = "--preview" in argv
+    config = parse_config([flag for flag in argv if flag != "--preview"])
     check_root(config.dataset)
+    if is_preview:
+        from torchditan.job.preview import preview
+
+        if is_first:
+            print("\n".join(preview(config)))
+        return
     if is_first and not config.job.print_config:
         print(f"starting {run_path(config.job.dump_folder, str(config.metrics.experiment_name))}", flush=True)
 

@@ -87,7 +87,7 @@ def prepare(
     """
     validate_parts(config)
     if dataset is None:
-        dataset, validation_dataset = _open_datasets(config)
+        dataset, validation_dataset = open_datasets(config)
     if config.training.deterministic:
         # cuBLAS reads it when it creates a handle, which encoding captions already does.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -109,7 +109,7 @@ def prepare(
     elif config.cache.only:
         raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
     else:
-        space = _open_space(config, dataset, device=rank.device)
+        space = open_space(config, dataset, device=rank.device)
     data_rank = parallel_dims.data_rank(rank)
     completed, spec = complete(config, dataset=dataset, space=space, rank=data_rank, run=run)
     plan = plan_batches(completed, data_rank)
@@ -181,7 +181,7 @@ def _reads_captions(config: Config, dataset: ImageDataset) -> bool:
     return isinstance(dataset, CaptionSource)
 
 
-def _open_datasets(config: Config) -> tuple[ImageDataset, ImageDataset | None]:
+def open_datasets(config: Config) -> tuple[ImageDataset, ImageDataset | None]:
     """Training images, and held-out ones for a job that uses them."""
     build_dataset, channels = pkgutil.resolve_name(OPEN_DATASET), dataset_channels(config)
     with report_progress(f"opening {config.dataset.dataset_name}"):
@@ -192,7 +192,7 @@ def _open_datasets(config: Config) -> tuple[ImageDataset, ImageDataset | None]:
         return train, build_dataset(config.dataset, split="validation", **places)
 
 
-def _open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -> SampleSpace:
+def open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -> SampleSpace:
     if not config.autoencoder.online and dataset.index is None:
         return pixel_space(config.autoencoder, dataset)
     with report_progress("opening the autoencoder"):

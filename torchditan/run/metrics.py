@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,6 +56,9 @@ ALL_KEYS = (
 )
 """With the keys that are written only if they apply (docs/run_directory.md)."""
 _GIB = 1024**3
+_END_AFTER = 9
+"""Steps after the first one, by which the end of the run is estimated once."""
+_ONE_DAY_S = 86_400
 CONSOLE_COLUMNS = 100
 """Maximum line length if the output is not a terminal; otherwise the width of the terminal applies."""
 _LEAST_IMPORTANT_FIRST = (
@@ -341,6 +344,8 @@ class MetricsLogger:
         if self._first_step is None:  # the first step compiles and warms up: a poor predictor
             self._first_step = (self._step, self._clock())
         if self._console is not None:
+            if self._step - self._first_step[0] == _END_AFTER and self._step < self._total_steps:
+                self.message(self._describe_end())
             self._console.progress(self._step, self._total_steps, self._eta(), figures=self._figures)
 
     def log(
@@ -487,6 +492,15 @@ class MetricsLogger:
                     self._tensorboard.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log({**numbers, "step": step})
+
+    def _describe_end(self) -> str:
+        """When the run will end, by the steps after the first."""
+        assert self._first_step is not None
+        step, then = self._first_step
+        left = (self._clock() - then) / (self._step - step) * (self._total_steps - self._step)
+        end = datetime.now() + timedelta(seconds=left)
+        date = f"{end:%a %d %b, %H:%M}" if left > _ONE_DAY_S else f"{end:%H:%M}"
+        return f"about {timedelta(seconds=round(left))} left: the run will end at about {date}"
 
     def _eta(self) -> str:
         if self._first_step is None or self._step == self._first_step[0]:
