@@ -44,6 +44,7 @@ from torchditan.datasets.videos import VIDEO_SUFFIXES
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 CAPTION_SUFFIXES = (".txt", ".caption")
+_HOLD_CAPTIONS = frozenset([*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".parquet"])
 _MAY_HOLD_CAPTIONS = frozenset([".json", ".jsonl", ".csv", ".tsv", ".cap", ".captions", ".tags", ".xlsx", ".parquet"])
 
 
@@ -94,8 +95,11 @@ def read_folder(
             if isinstance(content, Frames)
             else {entry.name}
         )
+    reading = describe_parts(by_part, what=f"{kind_word(is_video)}s")
+    if files := sorted(name for name in read if suffix_of(name) in _HOLD_CAPTIONS):
+        reading.insert(0, f"captions from {some(files)}")
     unread = [_join(parts, name) for parts in chosen for name in names[parts] if _join(parts, name) not in read]
-    return Source(entries, is_divided, describe_parts(by_part, what=f"{kind_word(is_video)}s"), unread)
+    return Source(entries, is_divided, reading, unread)
 
 
 def _join(parts: Parts, name: str) -> str:

@@ -297,10 +297,12 @@ def _describe(source: Source, config: options.Dataset) -> list[str]:
     lines = [f"captions: {len(source.entries) - bare:,} of {len(source.entries):,} images"]
     if bare:
         lines[0] += f"; {bare:,} have only the trigger word {config.trigger_word}"
+    lines += source.reading
     if not source.is_divided:
-        lines.append(f"held out: {_num_held_out(source.entries, config):,} images, chosen by their names")
+        count = _num_held_out(source.entries, config)
+        lines.append(f"held out: {count:,} images, chosen by their names" if count else "held out: none")
     unread = Counter(suffix_of(name) for name in source.unread)
-    return [*lines, *source.reading, *([f"not read: {describe_files(unread)}"] if unread else [])]
+    return lines + ([f"not read: {describe_files(unread)}"] if unread else [])
 
 
 def _num_held_out(entries: list[Entry], config: options.Dataset) -> int:

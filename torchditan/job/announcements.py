@@ -4,32 +4,28 @@
 from __future__ import annotations
 
 import json
-import pkgutil
 import shlex
 import textwrap
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from torchditan.config.errors import ConfigError, printable, some
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect
-from torchditan.data_stream.datasets import ImageDataset, SequentialDataset
 from torchditan.distributed.cpu_threads import changed_threads
 from torchditan.distributed.parallelize import compile_advice
 from torchditan.distributed.precision import precision_advice
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.job.complete import describe_batches
+from torchditan.job.description import describe_data, describe_memory
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
-from torchditan.registry import FAMILIES, PLAN_RUN
+from torchditan.registry import FAMILIES
 from torchditan.run.metrics import CONSOLE_COLUMNS
 from torchditan.run.training_progress import Progress
 
-_MOST_CLASSES = 10
 _NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
 
 
@@ -147,38 +143,6 @@ def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
         lines += describe_memory(config, device=job.device, num_devices=job.rank.world_size)
     wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)
     return "\n".join(wrap(line, break_on_hyphens=False) for line in lines)
-
-
-def describe_data(
-    dataset: ImageDataset, held_out: ImageDataset | None, *, encoded: tuple[int, ...] | None = None
-) -> list[str]:
-    """Lines about the images, their classes or captions, and how they were read.
-
-    Args:
-        held_out: the held-out images, if the job uses them.
-        encoded: shape of the latents, if training encodes the images.
-    """
-    images = "streamed images" if isinstance(dataset, SequentialDataset) else f"{len(dataset):,} images"
-    shape = "x".join(map(str, dataset.sample_shape))
-    if encoded is not None:
-        shape += f", encoded to {'x'.join(map(str, encoded))}"
-    lines = [f"on {dataset.name}: {images} of {shape}"]
-    if dataset.class_names:
-        lines.append(f"  {len(dataset.class_names):,} classes: {some(dataset.class_names, most=_MOST_CLASSES)}")
-    lines += [f"  {line}" for line in dataset.reading]
-    if held_out is not None and not any(line.startswith("held out") for line in dataset.reading):
-        lines.append(f"  held out: {len(held_out):,} images")
-    return [printable(line) for line in lines]
-
-
-def describe_memory(config: Config, *, device: torch.device, num_devices: int) -> list[str]:
-    """A line with the memory that the plan expects; none for what the planner does not know."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    try:
-        plan = pkgutil.resolve_name(PLAN_RUN)(config, device=name, num_devices=num_devices)
-    except ConfigError:
-        return []
-    return [f"memory by the plan: {plan.peak_memory_gib:.3g} GiB of tensors at the peak of a step"]
 
 
 def _describe_model(job: Job, model: nn.Module) -> str:

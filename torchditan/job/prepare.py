@@ -28,6 +28,7 @@ from torchditan.job.complete import (
     read_stored_run,
     with_condition_of,
 )
+from torchditan.job.description import describe_data
 from torchditan.latents.sample_space import SampleSpace, pixel_space
 from torchditan.models import ModelSpec
 from torchditan.registry import EVALUATION, OPEN_CAPTIONS, OPEN_DATASET, OPEN_LATENTS
@@ -104,6 +105,7 @@ def prepare(
         dataset, validation_dataset, space = open_captions(config, dataset, validation_dataset, rank=rank)
         if config.cache.only:
             if rank.rank == 0 and not config.job.print_config:
+                print("\n".join(describe_data(dataset, validation_dataset)))
                 print(f"the cache contains all {len(dataset)} samples and their captions")
             return None
     elif config.cache.only:
