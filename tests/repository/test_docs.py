@@ -66,7 +66,7 @@ def training_commands(page: Path) -> list[list[str]]:
         start = r"\s*(?:[A-Z_]+=|python |torchrun |pip |torchditan )"
         command = re.match(start + r"(?:[^`]*(?:train\.py|launch\.sh|torchditan train) |train )([^`]+)$", line)
         if command and "..." not in line:
-            flags = shlex.split(command[1], comments=True)
+            flags = [flag for flag in shlex.split(command[1], comments=True) if flag != "--preview"]
             commands.append(flags if flags[0].startswith("-") else ["--job.config_file", *flags])
     missing = ("--help", "my_finetune.toml", "continue.toml", "my_lab.midpoint:Midpoint")  # files that the reader makes
     return [flags for flags in commands if not any(flag.endswith(missing) for flag in flags)]
