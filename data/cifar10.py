@@ -8,7 +8,7 @@ version is refused, because unpickling a downloaded file runs any code in it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import open_hub
 from torchditan.datasets.images import corrupt_image, load_sample, to_sample
 from torchditan.datasets.options import NEEDS, existing_path, photo_channels, refuse_crop
+from torchditan.datasets.splits import Split, part_of_file, walk
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32
-Split = Literal["train", "validation"]
 
 
 class Cifar10(ImageDataset):
@@ -94,7 +94,11 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
     root = existing_path(config)
     if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
         root = root / "cifar-10-batches-bin"
-    parquet = [root] if root.suffix == ".parquet" else sorted(root.rglob("*.parquet"))
+    parquet = [root] if root.is_file() and root.suffix == ".parquet" else []
+    if root.is_dir():
+        parquet = [
+            root.joinpath(*parts, name) for parts, names in walk(root) for name in names if name.endswith(".parquet")
+        ]
     if parquet:
         return _read_parquet(config, parquet, split=split, channels=channels)
     pattern = "test_batch*.bin" if split == "validation" else "data_batch_*.bin"
@@ -122,10 +126,10 @@ def _nothing_found(root: Path, pattern: str) -> ConfigError:
 
 
 def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> Cifar10Parquet:
-    """Files with `test` or `val` in their name are the validation split. A single file is only for training."""
+    """Test and held-out files, by their names, are the validation split. A single file is only for training."""
     pyarrow_parquet = import_optional("pyarrow.parquet", extra="hub")
     pyarrow = import_optional("pyarrow", extra="hub")
-    held_out = [path for path in files if "test" in path.name or "val" in path.name]
+    held_out = [path for path in files if part_of_file(path.name) in ("validation", "test")]
     chosen = held_out if split == "validation" else [p for p in files if p not in held_out] or files
     if not chosen:
         raise option_error("dataset.root_dir", config.root_dir, "has no test-*.parquet for the validation images")
