@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, UnidentifiedImageError
 
 from torchditan.config import options
 from torchditan.config.errors import option_error, some
@@ -32,7 +31,7 @@ from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
 from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub
 from torchditan.datasets.file_check import damage_of
 from torchditan.datasets.folder import HELD_OUT_SHARE, Split, find_validation
-from torchditan.datasets.images import DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample, open_picture
+from torchditan.datasets.images import Crop, Encoded, UnreadableError, corrupt_image, fit, load_sample, open_picture
 from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
 from torchditan.datasets.tars import split_roots
 from torchditan.datasets.videos import corrupt_video, open_video
@@ -210,14 +209,10 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
             return frame.height, frame.width
         raise corrupt_video(entry.name, "it has no frames")
     try:
-        with _files(entry)[0].open() as stream, open_picture(stream) as image:
-            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-            return (image.width, image.height) if is_turned else (image.height, image.width)
-    except UnidentifiedImageError as error:
-        raise corrupt_image(entry.name, "unknown format", can_skip=False) from error
-    except DECODE_ERRORS as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise corrupt_image(entry.name, reason, can_skip=False) from error
+        with _files(entry)[0].open() as stream, open_picture(stream) as picture:
+            return picture.size
+    except (UnreadableError, OSError) as error:
+        raise corrupt_image(entry.name, str(error), can_skip=False) from error
 
 
 def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> np.ndarray:

@@ -181,9 +181,9 @@ def _suffix_of(data: bytes, *, where: str) -> str:
     damage = damage_in(source, start=data[:12], end=data[-12:], size=len(data))
     if damage is not None:
         raise corrupt_image(where, damage)
-    with open_picture(source) as image:
-        kind = str(image.format).lower()
-    return ".jpg" if kind in ("jpeg", "mpo") else f".{kind}"
+    with open_picture(source) as picture:
+        kind = str(picture.image.format).lower()
+    return {"jpeg": ".jpg", "heif": ".heic"}.get(kind, f".{kind}")
 
 
 def _to_png(sample: np.ndarray, *, name: str) -> bytes:
