@@ -175,7 +175,8 @@ def load_sample(
 def corrupt_image(where: str, reason: str, *, can_skip: bool = True) -> CorruptImageError:
     """The error for one image; `where` names it."""
     skip = ", or skip unreadable images with --dataset.corrupt_images skip" if can_skip else ""
-    return CorruptImageError(f"{where}: not a readable image ({reason}); repair or remove it{skip}")
+    message = f"{where}: not a readable image ({reason}); repair or remove it{skip}"
+    return CorruptImageError(message, named=f"{where} ({reason})")
 
 
 def fit(image: Image.Image, *, sample_shape: tuple[int, ...], crop: Crop, number: int) -> np.ndarray:

@@ -299,7 +299,7 @@ class Trainer:
         with self.logger.timer.data_loading(), self.stop_request.waiting_for_data(self.describe_data):
             batch, randomness = next(batches)
         self.supervision.note(step, "forward and backward")
-        self.tasks.unreadable.update(batch.pop("skipped").tolist())
+        self.tasks.leave_out(batch.pop("skipped"))
         is_pinned = self.device.type == "cuda"
         batch = {key: tensor.to(self.device, non_blocking=is_pinned) for key, tensor in batch.items()}
         randomness = randomness.to(self.device)

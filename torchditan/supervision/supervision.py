@@ -87,6 +87,13 @@ class Supervision:
         if self.rank.rank == 0:
             self.logger.message(text) if self.logger is not None else print(text, file=sys.stderr, flush=True)
 
+    def warn_here(self, text: str) -> None:
+        """Print a line on this rank, which has seen what the others have not."""
+        if self.rank.rank == 0:
+            self.warn(text)
+        else:
+            print(f"rank {self.rank.rank}: {text}", file=sys.stderr, flush=True)
+
     def reporting(self, what: str) -> AbstractContextManager[Advance]:
         """Report progress of slow work, above the progress bar if the console has one."""
         return report_progress(what, say=None if self.logger is None else self.logger.message)
