@@ -18,7 +18,9 @@ VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 
 def corrupt_video(where: str, reason: str) -> CorruptImageError:
     """The error for one video; `where` names it."""
-    return CorruptImageError(f"{where}: not a usable video ({reason}); repair or remove it", named=f"{where} ({reason})")
+    return CorruptImageError(
+        f"{where}: not a usable video ({reason}); repair or remove it", named=f"{where} ({reason})"
+    )
 
 
 def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:

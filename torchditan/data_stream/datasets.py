@@ -230,8 +230,8 @@ def read_image(
     corrupt_images: Literal["error", "skip"],
     group: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The item at `index`, or with `skip` the next readable one. `place` is its index, `skipped` has the unreadable ones
-    before it: index -> name and reason.
+    """The item at `index`, or with `skip` the next readable one. `place` is its index, `skipped` has the unreadable
+    ones before it: index -> name and reason.
 
     Args:
         group: ascending indices, including `index`, that may replace it; None for all.
