@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import cache_folder
 from torchditan.data_stream.datasets import FileDataset
+from torchditan.datasets.file_check import REPAIR_OR_SKIP, describe_unreadable
 from torchditan.job.prepare import Job
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import DATASET_FILES
@@ -97,15 +98,9 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
                 kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(dataset.other_files.items()))
                 supervision.warn(f"files in {dataset.root} that are not read as images: {kinds}")
     if texts:
-        files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
-        named = f"{files} be read: {_name(texts)}"
-        if len(texts) > _MOST_NAMED:
-            listed = files_folder / "unreadable.txt"
-            named += f", listed in {listed}"
-            if job.rank.rank == 0:
-                write_file(listed, "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape"))
+        named = describe_unreadable(texts, folder=files_folder, writes=job.rank.rank == 0)
         if config.dataset.corrupt_images == "error":
-            raise ConfigError(f"{named}; repair or remove them, or skip them with --dataset.corrupt_images skip")
+            raise ConfigError(f"{named}; {REPAIR_OR_SKIP}")
         supervision.warn(f"warning: {named}; the next images replace them")
     if job.rank.rank == 0 and (differing := _describe_differing(job, job.run_directory.path)):
         supervision.warn(f"warning: files since this run was started: {differing}")
