@@ -31,7 +31,16 @@ from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
 from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub
 from torchditan.datasets.file_check import damage_of
 from torchditan.datasets.folder import HELD_OUT_SHARE, Split, find_validation
-from torchditan.datasets.images import Crop, Encoded, UnreadableError, corrupt_image, fit, load_sample, open_picture
+from torchditan.datasets.images import (
+    Crop,
+    Encoded,
+    UnreadableError,
+    convert,
+    corrupt_image,
+    fit,
+    load_sample,
+    open_picture,
+)
 from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
 from torchditan.datasets.tars import split_roots
 from torchditan.datasets.videos import corrupt_video, open_video
@@ -226,7 +235,7 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
         ]
     else:
         shown = itertools.islice(open_video(entry.content, where=entry.name), num_frames)
-        frames = [fit(frame, number=0, **fitting) for frame in shown]
+        frames = [fit(convert(frame, channels=channels), number=0, **fitting) for frame in shown]
     if len(frames) < num_frames:
         raise corrupt_video(entry.name, f"it has {len(frames)} of the {num_frames} frames of dataset.num_frames")
     return np.stack(frames, axis=1)

@@ -3,7 +3,7 @@
 
 Notable:
 - Pillow parses EXIF, profiles and texts when it opens a file. Damage in them, or a long text, then makes the whole
-  picture unreadable. Pillow gets only the parts of a JPEG or PNG that it decodes, and nothing is copied for that.
+  picture unreadable. Pillow gets only the parts of a JPEG, PNG or TIFF that it decodes, and the pixels are not copied.
 - The orientation is EXIF tag 0x0112 of the first directory, read without the other tags. Without that tag, XMP has it,
   as in Pillow. Values other than 1 to 8 mean upright.
 - AVIF and HEIC files turn their pictures themselves (`irot` and `imir`). Their EXIF and XMP only repeat it: ignored.
@@ -17,11 +17,22 @@ import itertools
 import re
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image
 
 _ORIENTATION = 0x0112
+_TIFF_TAGS = frozenset(
+    [
+        *range(256, 260),  # size, bits, compression
+        *(262, 266, 273, 274, 277, 278, 279, 284),  # colours, order of bits, strips, orientation, planes
+        *(280, 281, 292, 293, 317, 320, *range(322, 326)),  # range, options of fax, predictor, palette, tiles
+        *(338, 339, 340, 341, 347, *range(512, 522), *range(529, 533)),  # alpha, numbers, range, JPEG, YCbCr
+        *(332, 700, 37439, 50674),  # inks, XMP, parameters of LogLuv and LERC
+    ]
+)
+"""Tags of a TIFF that decoding needs, or that may have the orientation."""
 _MOST_METADATA = 1 << 20
 """Bytes of a text or an EXIF block in a PNG that are searched for the orientation."""
 _XMP_IN_JPEG = b"http://ns.adobe.com/xap/1.0/\0"
@@ -29,13 +40,14 @@ _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 
 class Parts:
-    """Parts of a file, read as one file. It never asks for more bytes than are left: Python reserves what a damaged
-    picture asks for, up to 4 GiB."""
+    """Parts of a file, and bytes in place of others, read as one file. It never asks for more bytes than are left:
+    Python reserves what a damaged picture asks for, up to 4 GiB."""
 
-    def __init__(self, file: BinaryIO, parts: list[tuple[int, int]]) -> None:
+    def __init__(self, file: BinaryIO, parts: Sequence[tuple[int, int] | bytes]) -> None:
         self._file = file
-        self._parts = [part for part in parts if part[0] < part[1]]
-        ends = list(itertools.accumulate(stop - start for start, stop in self._parts))
+        lengths = [len(part) if isinstance(part, bytes) else part[1] - part[0] for part in parts]
+        self._parts = [part for part, length in zip(parts, lengths, strict=True) if length > 0]
+        ends = list(itertools.accumulate(length for length in lengths if length > 0))
         self._starts = [0, *ends][:-1]
         self._size = ends[-1] if ends else 0
         self._place = 0
@@ -53,10 +65,12 @@ class Parts:
         found = []
         while left:
             number = bisect.bisect_right(self._starts, self._place) - 1
-            start, stop = self._parts[number]
-            start += self._place - self._starts[number]
-            self._file.seek(start)
-            data = self._file.read(min(left, stop - start))
+            part, offset = self._parts[number], self._place - self._starts[number]
+            if isinstance(part, bytes):
+                data = part[offset : offset + left]
+            else:
+                self._file.seek(part[0] + offset)
+                data = self._file.read(min(left, part[1] - part[0] - offset))
             if not data:  # the file became shorter
                 break
             found.append(data)
@@ -84,6 +98,8 @@ def strip(file: BinaryIO) -> Stripped:
         return _strip_png(file, size)
     if start[4:8] == b"ftyp":
         return _strip_boxes(file)
+    if start[:4] in (b"II*\0", b"MM\0*"):
+        return Stripped(Parts(file, _strip_tiff(file, size)))
     return Stripped(Parts(file, [(0, size)]))
 
 
@@ -124,7 +140,8 @@ def _tag_in(exif: bytes) -> int | None:
 
 def _strip_jpeg(file: BinaryIO, size: int) -> Stripped:
     """Without application segments, except those that determine the colours (JFIF and Adobe), and comments."""
-    parts, place = [(0, 2)], 2
+    parts: list[tuple[int, int] | bytes] = [(0, 2)]
+    place = 2
     exif = xmp = b""
     while True:
         file.seek(place)
@@ -151,7 +168,8 @@ def _strip_jpeg(file: BinaryIO, size: int) -> Stripped:
 
 def _strip_png(file: BinaryIO, size: int) -> Stripped:
     """Without ancillary chunks, except transparency."""
-    parts, place = [(0, 8)], 8
+    parts: list[tuple[int, int] | bytes] = [(0, 8)]
+    place = 8
     exif = profile = xmp = b""
     while place + 8 <= size:
         file.seek(place)
@@ -196,6 +214,23 @@ def _from_hex(profile: bytes) -> bytes:
         return bytes.fromhex(b"".join(profile.split(b"\n")[3:]).decode("ascii"))
     except ValueError:
         return b""
+
+
+def _strip_tiff(file: BinaryIO, size: int) -> list[tuple[int, int] | bytes]:
+    """With only the tags in `_TIFF_TAGS`, and only the first of its pictures."""
+    file.seek(0)
+    order = "<" if file.read(2) == b"II" else ">"
+    file.seek(4)
+    (first,) = struct.unpack(f"{order}I", file.read(4))
+    file.seek(first)
+    head = file.read(2)
+    tags = file.read(12 * struct.unpack(f"{order}H", head)[0]) if len(head) == 2 else b""
+    entries = [tags[place : place + 12] for place in range(0, len(tags), 12)]
+    kept = [entry for entry in entries if len(entry) == 12 and struct.unpack(f"{order}H", entry[:2])[0] in _TIFF_TAGS]
+    if not kept or first < 8:
+        return [(0, size)]  # damage
+    directory = struct.pack(f"{order}H", len(kept)) + b"".join(kept) + bytes(4)
+    return [(0, first), directory, (first + len(directory), size)]
 
 
 def _strip_boxes(file: BinaryIO) -> Stripped:

@@ -180,9 +180,8 @@ def corrupt_image(where: str, reason: str, *, can_skip: bool = True) -> CorruptI
 
 
 def fit(image: Image.Image, *, sample_shape: tuple[int, ...], crop: Crop, number: int) -> np.ndarray:
-    """Convert, resize and crop one upright image to float32 (C, H, W) in [-1, 1]."""
-    channels, height, width = sample_shape
-    image = convert(image, channels=channels)
+    """Resize and crop one upright image, converted by `convert`, to float32 (C, H, W) in [-1, 1]."""
+    _, height, width = sample_shape
     resize = resize_as_adm if crop == "adm" else resize_to_cover
     image = resize(image, height=height, width=width)
     left, top = (image.width - width) // 2, (image.height - height) // 2
@@ -199,7 +198,10 @@ def convert(image: Image.Image, *, channels: int) -> Image.Image:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB" if image.mode == "P" else image.mode).convert("L" if channels == 1 else "RGB")
+    if image.mode == "P":
+        image = image.convert("RGB")
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)
 
 
 # Tags of a TIFF.

@@ -82,6 +82,12 @@ def encoded(kind: str, image: Image.Image, **options: Any) -> bytes:
 def with_exif(kind: str, exif: bytes) -> bytes:
     """RAMP in a file with this EXIF, whatever it is."""
     image = Image.fromarray(RAMP)
+    if kind == "TIFF":  # has the tags of the EXIF, from the second one on, among its own
+        data, tags = encoded("TIFF", image), exif[16:-204]
+        place = int.from_bytes(data[4:8], "little")
+        count = int.from_bytes(data[place : place + 2], "little")
+        directory = (count + len(tags) // 12).to_bytes(2, "little") + data[place + 2 : place + 2 + 12 * count] + tags
+        return data[:4] + len(data).to_bytes(4, "little") + data[8:] + directory + bytes(204)
     if kind == "WEBP":
         return encoded(kind, image, lossless=True, exif=exif)
     data = encoded(
@@ -143,7 +149,7 @@ def test_the_orientation_of_xmp_counts_where_exif_has_none() -> None:
         is_shown(encoded("PNG", image, pnginfo=info), TURNED[8])
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_no_other_tag_and_no_other_value_matters(kind: str) -> None:
     for tag in (0x100, 0x10E, 0x11A, 0x11B, 0x128, 0x2BC, 0x8769, 0x8825, 0x927C):
         for number_type in range(14):
