@@ -16,23 +16,18 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from torchditan.config.errors import as_unicode, some
-from torchditan.data_stream.datasets import CorruptImageError, FileDataset
 from torchditan.datasets.images import UnreadableError, open_picture
 from torchditan.run.atomic_files import write_file
-from torchditan.run.progress import report_progress
 
 _MARKS = (  # (header, end)
     (b"\xff\xd8\xff", b"\xff\xd9"),
     (b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"),
     (b"GIF8", b";"),
 )
-MOST_NAMED = 10
-REPAIR_OR_SKIP = "repair or remove them, or skip them with --dataset.corrupt_images skip"
 _EVERY_S = 5.0
 _CACHED_AFTER_S = 2.0
 
@@ -93,38 +88,6 @@ def check_files(paths: Sequence[str], *, cache: Path) -> Iterator[tuple[int, dic
         with contextlib.suppress(OSError):  # a full disk; the next start checks again
             write_file(cache, np.array(whole, dtype=np.int64).tobytes())
     yield len(paths), damages
-
-
-def describe_unreadable(images: Sequence[str], *, folder: Path, writes: bool = True) -> str:
-    """`2 files cannot be read: a.png (unknown format), b.png (...)`.
-
-    Args:
-        images: names with reasons. The first ten are shown; a file in `folder` lists all, if there are more.
-        writes: whether this process writes that file.
-    """
-    text = f"{len(images):,} file{'s' * (len(images) > 1)} cannot be read: {some(images, most=MOST_NAMED)}"
-    if len(images) <= MOST_NAMED:
-        return text
-    listed = folder / "unreadable.txt"
-    if writes:
-        write_file(listed, "".join(f"{as_unicode(image)}\n" for image in images).encode())
-    return f"{text}, listed in {listed}"
-
-
-def refuse_unreadable(dataset: Any, *, cache_folder: Path) -> None:
-    """Check the files of a dataset before long work, if it has files.
-
-    Raises:
-        CorruptImageError: some cannot be read.
-    """
-    if not isinstance(dataset, FileDataset):
-        return
-    with report_progress(f"checking files in {dataset.root}"):
-        *_, (_, damages) = dataset.check_files(cache_folder / "files")
-    if damages:
-        images = [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
-        named = describe_unreadable(images, folder=cache_folder / "files")
-        raise CorruptImageError(f"{named}; {REPAIR_OR_SKIP}")
 
 
 def _key_of(path: str) -> int:

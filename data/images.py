@@ -33,7 +33,8 @@ from torchditan.randomness import generator
 
 Crop = Literal["center", "adm", "random"]
 _HEIF_SUFFIXES = frozenset([".heic", ".heif", ".hif"])
-_AVIF, _HEIF = "avif" in features.modules and features.check("avif"), bool(importlib.util.find_spec("pillow_heif"))
+_AVIF = "avif" in features.modules and bool(features.check("avif"))
+_HEIF = importlib.util.find_spec("pillow_heif") is not None
 IMAGE_SUFFIXES = frozenset(
     [".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".mpo", ".png", ".ppm", ".tif", ".tiff", ".webp"]
     + [".avif"] * _AVIF

@@ -84,7 +84,7 @@ def run_split(
 ) -> None:
     """Do this rank's part of a folder with `work(report=...)`, and print the outcome. Rank 0 first calls `check`."""
     from torchditan.config.errors import ConfigError, some
-    from torchditan.datasets.file_check import MOST_NAMED
+    from torchditan.job.check_files import MOST_NAMED
     from torchditan.run.progress import report_progress
 
     writer.open()
@@ -148,7 +148,7 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
     from torchditan.autoencoders import open_autoencoder
     from torchditan.config.errors import option_error
     from torchditan.config.options import cache_folder
-    from torchditan.datasets.file_check import refuse_unreadable
+    from torchditan.job.check_files import refuse_unreadable
     from torchditan.latents.encoding import as_stored, denormalize, describe_encoding, encode
     from torchditan.latents.writer import LatentWriter
     from torchditan.run.progress import report_progress

@@ -53,8 +53,8 @@ def pack_all(arguments: argparse.Namespace, config: Config) -> None:
     from torchditan.config.errors import ConfigError, option_error, some
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
-    from torchditan.datasets.file_check import MOST_NAMED, refuse_unreadable
     from torchditan.datasets.packing import pack
+    from torchditan.job.check_files import MOST_NAMED, refuse_unreadable
     from torchditan.run.progress import report_progress
 
     name, skips_corrupt = config.dataset.dataset_name, config.dataset.corrupt_images == "skip"
