@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from torchditan.config.errors import as_unicode, printable
+from torchditan.config.options import Dataset
+from torchditan.datasets import build_dataset
 from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:
@@ -55,6 +57,9 @@ def test_they_are_packed_and_encoded(photos: Path, run_script: RunScript) -> Non
     code, _, err = run_script("torchditan", "pack", "packed", *FOLDER)
     assert code == 0 and rf"{SHOWN[1]}/\xe4x.png" in err
     assert (photos / "packed/classes.txt").read_text(encoding="utf-8").splitlines() == SHOWN
+    (photos / "packed/classes.txt").write_bytes(b"one\n\xc4pfel\n")
+    packed = Dataset(dataset_name="webdataset", root_dir=str(photos / "packed"), image_size=[8, 8])
+    assert build_dataset(packed, split="train").class_names == ["one", SHOWN[1]]
     encoding = ["--autoencoder.name=haar", "--dataset.num_workers=0"]
     code, _, err = run_script("torchditan", "encode", "latents", *FOLDER, *encoding)
     assert code == 0 and rf"{SHOWN[1]}/\xe4x.png" in err
