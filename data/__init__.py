@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from torchditan.config.errors import option_error
+from torchditan.config.errors import as_unicode, option_error
 from torchditan.config.options import Dataset
 from torchditan.datasets.options import height_and_width
 from torchditan.registry import Registry, build, resolve
@@ -173,5 +173,5 @@ def _set_classes(config: Dataset, dataset: Any) -> Any:
         )
         raise option_error("dataset.num_classes", config.num_classes, right)
     more = [f"class {label}" for label in range(num_found, config.num_classes or 0)]
-    dataset.class_names = [*dataset.class_names, *more]
+    dataset.class_names = [*map(as_unicode, dataset.class_names), *more]
     return dataset

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, UnidentifiedImageError
 
 from torchditan.config import options
 from torchditan.config.errors import option_error
@@ -34,7 +33,16 @@ from torchditan.datasets.caption_folder import refuse_bare
 from torchditan.datasets.caption_sources import read_hub, read_source
 from torchditan.datasets.file_check import damage_of
 from torchditan.datasets.folder import HELD_OUT_SHARE
-from torchditan.datasets.images import DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample, open_picture
+from torchditan.datasets.images import (
+    Crop,
+    Encoded,
+    UnreadableError,
+    convert,
+    corrupt_image,
+    fit,
+    load_sample,
+    open_picture,
+)
 from torchditan.datasets.options import (
     describe_files,
     existing_path,
@@ -230,14 +238,10 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
             return frame.height, frame.width
         raise corrupt_video(entry.name, "it has no frames")
     try:
-        with _files(entry)[0].open() as stream, open_picture(stream) as image:
-            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-            return (image.width, image.height) if is_turned else (image.height, image.width)
-    except UnidentifiedImageError as error:
-        raise corrupt_image(entry.name, "unknown format", can_skip=False) from error
-    except DECODE_ERRORS as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise corrupt_image(entry.name, reason, can_skip=False) from error
+        with _files(entry)[0].open() as stream, open_picture(stream) as picture:
+            return picture.size
+    except (UnreadableError, OSError) as error:
+        raise corrupt_image(entry.name, str(error), can_skip=False) from error
 
 
 def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> np.ndarray:
@@ -251,7 +255,7 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
         ]
     else:
         shown = itertools.islice(open_video(entry.content, where=entry.name), num_frames)
-        frames = [fit(frame, number=0, **fitting) for frame in shown]
+        frames = [fit(convert(frame, channels=channels), number=0, **fitting) for frame in shown]
     if len(frames) < num_frames:
         raise corrupt_video(entry.name, f"it has {len(frames)} of the {num_frames} frames of dataset.num_frames")
     return np.stack(frames, axis=1)

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import UnidentifiedImageError
 
-from torchditan.datasets.images import DECODE_ERRORS, open_picture
+from torchditan.datasets.images import UnreadableError, open_picture
 from torchditan.run.atomic_files import write_file
 
 _MARKS = (  # (header, end)
@@ -55,14 +54,12 @@ def damage_in(source: str | BinaryIO, *, start: bytes, end: bytes, size: int) ->
     if is_marked and start[:4] == b"RIFF" and size >= 8 + int.from_bytes(start[4:8], "little"):
         return None
     try:
-        with open_picture(source) as image:
+        with open_picture(source) as picture:
             if is_marked:
-                image.draft(None, (1, 1))  # a JPEG, at an eighth of its size
-                image.load()
-    except UnidentifiedImageError:
-        return "unknown format"
-    except DECODE_ERRORS as error:
-        return (str(error) or type(error).__name__).splitlines()[0]
+                picture.image.draft(None, (1, 1))  # a JPEG, at an eighth of its size
+                picture.image.load()
+    except UnreadableError as error:
+        return str(error)
     return None
 
 

@@ -153,7 +153,7 @@ class ImageFolder(ImageDataset):
 
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         root = os.path.abspath(self.root)
-        name = hashlib.sha256(f"{root} {self.fingerprint}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{root} {self.fingerprint}".encode(errors="surrogateescape")).hexdigest()[:16]
         return check_files([os.path.join(root, os.fsdecode(path)) for path in self.paths], cache=cache_folder / name)
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -112,8 +112,8 @@ class StreamingImages(HubRows, SequentialDataset):
 class StreamShard(torch.utils.data.IterableDataset):
     """Items of one rank, restarting at the end. Several loader workers divide its files.
 
-    An item has `sample`, `class_label` if there are labels, and `skipped`, the numbers of the unreadable rows
-    before it. Errors that stop the run (an unreadable image, a label out of range) are yielded, not raised, because a
+    An item has `sample`, `class_label` if there are labels, and `skipped`, the unreadable rows before it with their
+    reasons. Errors that stop the run (an unreadable image, a label out of range) are yielded, not raised, because a
     worker would add a traceback to the message.
     """
 
@@ -121,7 +121,7 @@ class StreamShard(torch.utils.data.IterableDataset):
         self.images = images
         self.rows = rows
         self.row = 0
-        self.skipped: list[int] = []
+        self.skipped: dict[int, str] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any] | ConfigError]:
         images, worker = self.images, torch.utils.data.get_worker_info()
@@ -135,9 +135,9 @@ class StreamShard(torch.utils.data.IterableDataset):
                 except ConfigError as error:
                     while images.corrupt_images == "error" or not isinstance(error, CorruptImageError):
                         yield error  # until the batch is full: an incomplete one would be dropped with the error
-                    self.skipped.append(first + self.row)
+                    self.skipped[first + self.row] = error.named
                     continue
-                item["skipped"], self.skipped = self.skipped, []
+                item["skipped"], self.skipped = self.skipped, {}
                 num_yielded += 1
                 yield item
             self.rows.load_state_dict({})  # the next pass starts at the first row

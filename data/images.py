@@ -2,36 +2,52 @@
 """Encoded image -> sample: decode, orient, resize, crop, scale. Uses only Pillow and NumPy.
 
 Notable:
-- All files become 8-bit RGB or grey: EXIF orientation is applied, palettes and CMYK are converted, 16 bits are scaled
-  to 8, transparency is composited on white.
+- All files become 8-bit RGB or grey: the orientation is applied, palettes and CMYK are converted, grey of more than 8
+  bits is scaled, transparency is composited on white. Metadata cannot make a picture unreadable (containers.py).
+- Grey numbers without a range of their own (float and 32-bit TIFFs) have the range that their file declares, else the
+  smallest usual one that holds them. Others are refused.
 - The short side is scaled to the crop, and the center is cut out. With `dataset.crop` "random" the image's number
   determines the part. Large reductions first average boxes of pixels, then resample bicubically with antialiasing,
   which is fast and avoids moire.
 - `dataset.crop` "adm" resamples exactly as ADM prepared ImageNet (Dhariwal and Nichol 2021), like most work since then.
-  Use it to compare with the latents and reference statistics of others. EXIF orientation is applied first.
+  Use it to compare with the latents and reference statistics of others. The orientation is applied first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import io
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
+from torchditan.config.errors import ConfigError
 from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.datasets.containers import Stripped, orientation_of, strip, transpose
 from torchditan.randomness import generator
 
 Crop = Literal["center", "adm", "random"]
-IMAGE_SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"])
+_HEIF_SUFFIXES = frozenset([".heic", ".heif", ".hif"])
+_AVIF = "avif" in features.modules and bool(features.check("avif"))
+_HEIF = importlib.util.find_spec("pillow_heif") is not None
+IMAGE_SUFFIXES = frozenset(
+    [".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".mpo", ".png", ".ppm", ".tif", ".tiff", ".webp"]
+    + [".avif"] * _AVIF
+    + [*_HEIF_SUFFIXES] * _HEIF
+)
+"""Of the images that can be read on this machine."""
+_INSTALL = {".avif": "pip install 'pillow>=11.3'", **dict.fromkeys(_HEIF_SUFFIXES, "pip install 'torchditan[heic]'")}
+HOW_TO_READ = {suffix: command for suffix, command in _INSTALL.items() if suffix not in IMAGE_SUFFIXES}
+"""Suffix -> the command that makes its images readable on this machine."""
 # Pillow detects formats by content, not by suffix, and would pass an EPS to Ghostscript, which runs it.
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-# Errors that Pillow raises for damaged files.
-DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *["AVIF"] * _AVIF, *["HEIF"] * _HEIF)
+_OVERSHOOT = 0.1
+"""Share of the range that resampled float values may lie outside of it; they are clipped."""
 
 
 class Encoded(Protocol):
@@ -40,37 +56,68 @@ class Encoded(Protocol):
     def open(self) -> BinaryIO: ...
 
 
-class _Bounded:
-    """A file that asks for no more bytes than are left. Python reserves what a damaged PNG asks for, up to 4 GiB."""
+class UnreadableError(Exception):
+    """A picture cannot be read; the message is the reason, in one line."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.seek, self.tell, self._read = file.seek, file.tell, file.read
-        self._size = file.seek(0, io.SEEK_END)
-        file.seek(0)
 
-    def read(self, count: int = -1) -> bytes:
-        left = max(0, self._size - self.tell())
-        return self._read(left if count < 0 else min(count, left))
+class Picture:
+    """An opened picture, not yet decoded."""
+
+    def __init__(self, image: Image.Image, stripped: Stripped) -> None:
+        self.image = image
+        self.orientation = orientation_of(image, stripped)
+        width, height = image.size
+        if image.format == "TIFF":
+            tags = cast(Any, image).tag_v2
+            width, height = tags[_WIDTH], tags[_HEIGHT]  # as stored: versions of Pillow differ in `size`
+            cast(Any, image).getexif = Image.Exif  # Pillow would turn it while decoding, and read all tags for that
+        if image.format == "PNG" and "transparency" in image.info:
+            raw_mode = cast(Any, image).tile[0][3]  # Pillow scales pixels to 8 bits, but not their transparent value
+            image.info["transparency"] *= {"L;2": 85, "L;4": 17}.get(raw_mode, 1)
+        self.size = (height, width) if self.orientation < 5 else (width, height)
+        """Height and width as displayed."""
+
+    def decode(self, *, channels: int) -> Image.Image:
+        """The picture as displayed, in RGB (3 channels) or grey (1). Transparency becomes white."""
+        return transpose(convert(self.image, channels=channels), self.orientation)
 
 
 @contextlib.contextmanager
-def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Image.Image]:
-    """A picture of a format in `IMAGE_SUFFIXES`, not yet decoded: a path, its bytes, or an open file, which stays open.
+def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Picture]:
+    """A picture of a format in `IMAGE_SUFFIXES`: a path, its bytes, or an open file, which stays open.
 
     Raises:
-        UnidentifiedImageError: of another format.
-        Exception: one of `DECODE_ERRORS`, here or when it is decoded.
+        UnreadableError: it cannot be opened, or not be decoded in the body. Libraries raise anything for a damaged one.
     """
-    with contextlib.ExitStack() as opened:
-        file: BinaryIO
-        if isinstance(source, bytes):
-            file = io.BytesIO(source)
-        elif isinstance(source, (str, Path)):
-            file = opened.enter_context(Path(source).open("rb"))
-        else:
-            file = source
-        _check_webp(file)
-        yield opened.enter_context(Image.open(cast(Any, _Bounded(file)), formats=_FORMATS))
+    try:
+        with contextlib.ExitStack() as opened:
+            file: BinaryIO
+            if isinstance(source, bytes):
+                file = io.BytesIO(source)
+            elif isinstance(source, (str, Path)):
+                file = opened.enter_context(Path(source).open("rb"))
+            else:
+                file = source
+            _check_webp(file)
+            stripped = strip(file)
+            if _HEIF:
+                _register_heif()
+            image = opened.enter_context(Image.open(cast(Any, stripped.file), formats=_FORMATS))
+            yield Picture(image, stripped)
+    except UnidentifiedImageError as error:
+        raise UnreadableError("unknown format") from error
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
+        raise UnreadableError((text.strip() or type(error).__name__).splitlines()[0]) from error
+
+
+@functools.cache
+def _register_heif() -> None:
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
 
 
 def _check_webp(file: BinaryIO) -> None:
@@ -117,28 +164,25 @@ def load_sample(
         CorruptImageError: it cannot be decoded.
     """
     try:
-        with open_picture(source) as image:
-            if image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 if that is twice the crop
-                side = 2 * max(sample_shape[1:])  # for both sides: EXIF may rotate the image
-                image.draft(None, (side, side))
-            return fit(image, sample_shape=sample_shape, crop=crop, number=number)
-    except UnidentifiedImageError as error:
-        raise corrupt_image(where, "unknown format", can_skip=can_skip) from error
-    except DECODE_ERRORS as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise corrupt_image(where, reason, can_skip=can_skip) from error
+        with open_picture(source) as picture:
+            if picture.image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 if that is twice the crop
+                side = 2 * max(sample_shape[1:])  # for both sides: the orientation may turn the image
+                picture.image.draft(None, (side, side))
+            return fit(picture.decode(channels=sample_shape[0]), sample_shape=sample_shape, crop=crop, number=number)
+    except UnreadableError as error:
+        raise corrupt_image(where, str(error), can_skip=can_skip) from error
 
 
 def corrupt_image(where: str, reason: str, *, can_skip: bool = True) -> CorruptImageError:
     """The error for one image; `where` names it."""
     skip = ", or skip unreadable images with --dataset.corrupt_images skip" if can_skip else ""
-    return CorruptImageError(f"{where}: not a readable image ({reason}); repair or remove it{skip}")
+    message = f"{where}: not a readable image ({reason}); repair or remove it{skip}"
+    return CorruptImageError(message, named=f"{where} ({reason})")
 
 
 def fit(image: Image.Image, *, sample_shape: tuple[int, ...], crop: Crop, number: int) -> np.ndarray:
-    """Orient, convert, resize and crop one image to float32 (C, H, W) in [-1, 1]."""
-    channels, height, width = sample_shape
-    image = convert(ImageOps.exif_transpose(image), channels=channels)
+    """Resize and crop one upright image, converted by `convert`, to float32 (C, H, W) in [-1, 1]."""
+    _, height, width = sample_shape
     resize = resize_as_adm if crop == "adm" else resize_to_cover
     image = resize(image, height=height, width=width)
     left, top = (image.width - width) // 2, (image.height - height) // 2
@@ -150,13 +194,76 @@ def fit(image: Image.Image, *, sample_shape: tuple[int, ...], crop: Crop, number
 
 def convert(image: Image.Image, *, channels: int) -> Image.Image:
     """Convert any mode to RGB (3 channels) or grey (1). Transparency becomes white."""
-    if image.mode.startswith("I;16") or image.mode == "I":
-        # 16-bit greyscale, which Pillow would clip to white.
-        image = Image.fromarray((np.asarray(image).astype(np.float64) / 257 + 0.5).clip(0, 255).astype(np.uint8))
+    if image.mode[0] in "FI" or (image.format == "TIFF" and _tag(image, _SAMPLE_FORMAT, 1) == _SIGNED):
+        image = _to_8_bits(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB" if image.mode == "P" else image.mode).convert("L" if channels == 1 else "RGB")
+    if image.mode == "P":
+        image = image.convert("RGB")
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)
+
+
+# Tags of a TIFF.
+_WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT, _LOWEST, _HIGHEST = 256, 257, 258, 262, 339, 340, 341
+_WHITE_IS_ZERO, _SIGNED = 0, 2
+
+
+def _tag(image: Image.Image, tag: int, default: Any) -> Any:
+    """The first value of a tag of a TIFF; `default` if it has none, or the image is no TIFF."""
+    value = getattr(image, "tag_v2", {}).get(tag, default)
+    return value[0] if isinstance(value, tuple) and value else value
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Grey floats, or integers of other than 8 unsigned bits -> 8 bits.
+
+    Raises:
+        ValueError: the range of the values is not known.
+    """
+    values = np.asarray(image)
+    if image.mode == "I" and _tag(image, _SAMPLE_FORMAT, _SIGNED) != _SIGNED:  # Pillow has only signed ones
+        values = values.view(np.uint32)
+    elif image.mode == "L":
+        values = values.view(np.int8)
+    if not np.isfinite(values).all():
+        raise ValueError("it has values that are not finite numbers")
+    low, high = _range_of(values, image)
+    if image.mode != "L" and _tag(image, _PHOTOMETRIC, 1) == _WHITE_IS_ZERO:
+        low, high = high, low
+    grey = ((values.astype(np.float64) - low) / (high - low) * 255 + 0.5).clip(0, 255)
+    if isinstance(transparent := image.info.get("transparency"), int):
+        grey[values == transparent] = 255
+    return Image.fromarray(grey.astype(np.uint8))
+
+
+def _range_of(values: np.ndarray, image: Image.Image) -> tuple[float, float]:
+    """The values of black and white: those of the file's format, those that it declares, or the smallest usual ones.
+
+    Raises:
+        ValueError: no such range fits these values.
+    """
+    bits = _tag(image, _BITS, 16)
+    is_float = image.mode == "F"
+    if not is_float and (image.format != "TIFF" or image.mode.startswith("I;16")):
+        return 0, 2**bits - 1
+    lowest, highest = float(values.min()), float(values.max())
+    declared = _tag(image, _LOWEST, None), _tag(image, _HIGHEST, None)
+    if None not in declared and declared[0] <= lowest <= highest <= declared[1] and declared[0] < declared[1]:
+        return float(declared[0]), float(declared[1])
+    limit = 2 ** (bits - (values.dtype.kind == "i")) - 1
+    usual = [1, 255, 65535] if is_float else [*(top for top in (255, 65535) if top < limit), limit]
+    overshoot = _OVERSHOOT if is_float else 0.0
+    for top in usual:
+        if -overshoot * top <= lowest and highest <= (1 + overshoot) * top:
+            if top == 1 or highest == 0 or highest >= top / 8:
+                return 0, top
+            break
+    ranges = ", ".join(f"0 to {top}" for top in usual)
+    raise ValueError(
+        f"grey values from {lowest:g} to {highest:g} are in no usual range ({ranges}); save it with 8 bits"
+    )
 
 
 def resize_to_cover(image: Image.Image, *, height: int, width: int) -> Image.Image:

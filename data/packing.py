@@ -37,6 +37,8 @@ from torchditan.run.atomic_files import atomic_writer, write_file
 
 SETTINGS_FILE = ".packing.json"
 """In a folder of shards: what was packed. Another dataset is refused."""
+LEFT_OUT_FILE = ".left_out.txt"
+"""In a folder of shards: names of the unreadable images that they lack, with the reasons."""
 _CAPTION_KEY = Dataset().caption_key
 _MOST_IMAGES = 10**9
 """Names of members have nine digits."""
@@ -57,7 +59,7 @@ def pack(
         report: called with the number of images after each shard.
 
     Returns:
-        The errors of the images that were left out.
+        Names and reasons of the images that the shards lack, also of shards that an earlier call wrote.
 
     Raises:
         CorruptImageError: an image is unreadable, without `skips_corrupt`.
@@ -72,18 +74,19 @@ def pack(
         if dataset.class_names:
             lines = [" ".join(name.split()) for name in dataset.class_names]
             write_file(folder.parent / CLASSES_FILE, "".join(f"{line}\n" for line in lines).encode())
-        skipped: list[str] = []
         order = generator(0, "pack", 0).permutation(len(dataset))
         for first in range(0, len(dataset), images_per_shard):
             path = folder / f"shard-{first // images_per_shard:06d}.tar"
             indices = order[first : first + images_per_shard].tolist()
             if not path.exists():
-                skipped += _write_shard(path, dataset, indices, skips_corrupt=skips_corrupt)
+                skipped = _write_shard(path, dataset, indices, skips_corrupt=skips_corrupt)
+                with (folder / LEFT_OUT_FILE).open("a", encoding="utf-8") as file:
+                    file.writelines(f"{named}\n" for named in skipped)
             report(len(indices))
+        return (folder / LEFT_OUT_FILE).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         right = "complete shards are kept, and the same command continues"
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; {right}") from error
-    return skipped
 
 
 def _open(folder: Path, dataset: ImageDataset, *, images_per_shard: int) -> None:
@@ -121,7 +124,7 @@ def _write_shard(path: Path, dataset: ImageDataset, indices: list[int], *, skips
             except CorruptImageError as error:
                 if not skips_corrupt:
                     raise
-                skipped.append(str(error))
+                skipped.append(error.named)
                 continue
             for suffix, data in members.items():
                 member = tarfile.TarInfo(f"{index:09d}{suffix}")
@@ -181,9 +184,9 @@ def _suffix_of(data: bytes, *, where: str) -> str:
     damage = damage_in(source, start=data[:12], end=data[-12:], size=len(data))
     if damage is not None:
         raise corrupt_image(where, damage)
-    with open_picture(source) as image:
-        kind = str(image.format).lower()
-    return ".jpg" if kind in ("jpeg", "mpo") else f".{kind}"
+    with open_picture(source) as picture:
+        kind = str(picture.image.format).lower()
+    return {"jpeg": ".jpg", "heif": ".heic"}.get(kind, f".{kind}")
 
 
 def _to_png(sample: np.ndarray, *, name: str) -> bytes:

@@ -317,7 +317,8 @@ def find_shards(root: str, *, cache_folder: Path | None, blocks_gib: float | Non
 
 
 def read_text(root: str, name: str) -> str | None:
-    """The text of a small file in the folder of these shards; None if there is none.
+    """The text of a small file in the folder of these shards; None if there is none. Bytes that are not UTF-8 are kept
+    as in names of files.
 
     Raises:
         ConfigError: it cannot be read.
@@ -327,9 +328,9 @@ def read_text(root: str, name: str) -> str | None:
         system, found = _list_remote(folder)
         infos = [info for info in found if posixpath.basename(info["name"]) == name]
         files = [RemoteFile(system.unstrip_protocol(info["name"]), info["size"], None) for info in infos]
-        return files[0].read_at(0, MOST_TEXT).decode() if files else None
+        return files[0].read_at(0, MOST_TEXT).decode(errors="surrogateescape") if files else None
     path = Path(folder).expanduser() / name
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    return path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else None
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
+from torchditan.config.errors import ConfigError
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets.images import Encoded
@@ -17,7 +18,9 @@ VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 
 def corrupt_video(where: str, reason: str) -> CorruptImageError:
     """The error for one video; `where` names it."""
-    return CorruptImageError(f"{where}: not a usable video ({reason}); repair or remove it")
+    return CorruptImageError(
+        f"{where}: not a usable video ({reason}); repair or remove it", named=f"{where} ({reason})"
+    )
 
 
 def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:
@@ -38,5 +41,7 @@ def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:
             for frame in container.decode(container.streams.video[0]):
                 pixels = frame.to_ndarray(format="rgb24")  # (H, W, 3), without rotation
                 yield Image.fromarray(np.rot90(pixels, round(frame.rotation / 90)))
-    except (av.FFmpegError, OSError) as error:
-        raise corrupt_video(where, str(error).splitlines()[0]) from error
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # PyAV raises anything for a damaged file, as Pillow does
+        raise corrupt_video(where, (str(error).strip() or type(error).__name__).splitlines()[0]) from error

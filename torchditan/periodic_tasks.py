@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +28,7 @@ from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.optim.meters import Meter, build_meters, measuring
+from torchditan.run.directory import UNREADABLE_FILE
 from torchditan.run.metrics import ALL_KEYS, MetricsLogger
 from torchditan.supervision.supervision import Supervision
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _EVALUATION_TIMEOUT_S = 3600
 """Rank 0 compares features while the other ranks wait."""
+_MOST_NAMED = 10
 
 
 class StepResult(NamedTuple):
@@ -85,6 +87,8 @@ class PeriodicTasks:
         """Written with the next log record."""
         self.unreadable: set[int] = set()
         """Numbers of the images that cannot be read: those that the check found, and those that this rank drew."""
+        self.named: set[str] = set()
+        """Those that this rank drew and named, held-out ones included."""
         self.peak_memory_gib = 0.0
         self.last_grid: Path | None = None
         self.last_validation: dict[str, float] = {}
@@ -143,6 +147,27 @@ class PeriodicTasks:
             return self.is_due(checkpoint.interval)
         return checkpoint.save_final and self.progress.step == self.config.training.steps
 
+    def leave_out(self, skipped: Mapping[int, str]) -> None:
+        """Count and name training images that this rank drew and could not read: index -> name and reason."""
+        self.name_unreadable([named for index, named in skipped.items() if index not in self.unreadable])
+        self.unreadable.update(skipped)
+
+    def name_unreadable(self, images: Iterable[str]) -> None:
+        """Name images that this rank left out, each once: the first few in the console, all in a file of the run."""
+        new = [named for named in dict.fromkeys(images) if named not in self.named]
+        if not new:
+            return
+        path = self.job.run_directory.path / UNREADABLE_FILE
+        with suppress(OSError):  # a full disk
+            known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []  # of other ranks, too
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{named}\n" for named in new if named not in known)
+        for named in new[: max(0, _MOST_NAMED - len(self.named))]:
+            self.named.add(named)
+            more = f"; further ones are only listed in {path}" if len(self.named) == _MOST_NAMED else ""
+            self.supervision.warn_here(f"warning: {named} cannot be read; the next image replaces it{more}")
+        self.named.update(new)
+
     def log(self, result: StepResult) -> None:
         self.guard.wait()
         self.has_logged = True
@@ -196,6 +221,7 @@ class PeriodicTasks:
                 num_images=self.config.validation.num_images,
                 batch_size=job.plan.batch_size,
                 corrupt_images=self.config.dataset.corrupt_images,
+                leave_out=lambda skipped: self.name_unreadable(skipped.values()),
                 device=job.device,
             )
         self.extra_metrics.update(self.last_validation)

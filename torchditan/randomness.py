@@ -146,7 +146,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 def name_to_index(name: str) -> int:
     """64-bit index of a name, for random numbers that belong to a name (a parameter)."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def normal(seed: int, purpose: str, index: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -299,7 +300,8 @@ class Trainer:
         with self.logger.timer.data_loading(), self.stop_request.waiting_for_data(self.describe_data):
             batch, randomness = next(batches)
         self.supervision.note(step, "forward and backward")
-        self.tasks.unreadable.update(batch.pop("skipped").tolist())
+        skipped: Any = batch.pop("skipped")
+        self.tasks.leave_out(skipped)
         is_pinned = self.device.type == "cuda"
         batch = {key: tensor.to(self.device, non_blocking=is_pinned) for key, tensor in batch.items()}
         randomness = randomness.to(self.device)

@@ -226,7 +226,7 @@ def test_what_is_damaged_or_missing_keeps_its_number(named: str, files: Files, t
     with pytest.raises(CorruptImageError, match=f"^{named.split(' ')[0]}: "):
         dataset[1]
     item = read_image(dataset, 1, num_classes=0, corrupt_images="skip")
-    assert (item["place"], item["skipped"]) == (0, [1])
+    assert (item["place"], list(item["skipped"])) == (0, [1])
 
 
 def test_damage_is_of_the_same_image_in_each_split(tmp_path: Path) -> None:

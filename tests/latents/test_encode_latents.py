@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from torch import Tensor
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.config.errors import ConfigError
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.datasets.folder import ImageFolder
 from torchditan.distributed.process_group import Rank
 from torchditan.latents import writer as latent_writer
 from torchditan.latents.encoding import describe_encoding, encode
@@ -119,6 +121,7 @@ def run(
         num_workers=num_workers,
         prefetch_factor=2,
         report=report,
+        skips_corrupt=True,
     )
 
 
@@ -527,17 +530,86 @@ def test_tars_hold_the_same_latents(run_script: RunScript, tmp_path: Path) -> No
     assert run_script(SCRIPT, "webdataset", "--verify").code == 0
 
 
-def test_a_corrupt_file_is_counted_whatever_corrupt_images_says(run_script: RunScript, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["encode", "pack", "train"])
+def test_unreadable_images_follow_one_policy(run_script: RunScript, tmp_path: Path, command: str) -> None:
+    """By default all are named before any work; with `skip` they are left out and named."""
+    (tmp_path / "photos" / "train").mkdir(parents=True)
+    (tmp_path / "photos" / "val").mkdir()
+    for number in range(4):
+        for split in ("train", "val"):
+            Image.new("RGB", (8, 8)).save(tmp_path / "photos" / split / f"{number}.png")
+    names = [os.fsdecode(name) for name in (b"1.png", b"2\xe4.png")]
+    for name in names:
+        (tmp_path / "photos" / "train" / name).write_bytes(b"no image")
+    flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8"]
+    flags += {
+        "encode": ["--autoencoder.name=haar", "--dataset.num_workers=0"],
+        "pack": [],
+        "train": [
+            "--model.flavor=debugmodel",
+            "--training.batch_size=2",
+            "--training.steps=1",
+            "--dataset.num_workers=0",
+        ],
+    }[command]
+    first = [] if command == "train" else ["out"]
+    shown = ["photos/train/1.png (unknown format)", r"photos/train/2\xe4.png (unknown format)"]
+    code, _, errors = run_script("torchditan", command, *first, *flags)
+    assert code == 2
+    assert_refused(errors, "2 files cannot be read", [*shown, "--dataset.corrupt_images"])
+    assert not list(tmp_path.rglob("shard-*"))
+    code, output, errors = run_script("torchditan", command, *first, *flags, "--dataset.corrupt_images=skip")
+    assert code == 0
+    assert all(name in output + errors for name in shown)
+    if command == "encode":
+        index = json.loads((tmp_path / "out/train/index.json").read_bytes())
+        assert [entry["reason"] for entry in index["shards"][0]["skipped"]] == shown
+        assert (index["num_images"], index["num_skipped"]) == (3, 2)
+
+
+def test_damage_that_decoding_finds_stops_encoding_or_is_skipped(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(4):
         Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{number}.png")
-    (tmp_path / "photos" / "4.png").write_bytes(b"no image")
+    data = (tmp_path / "photos" / "2.png").read_bytes()
+    (tmp_path / "photos" / "2.png").write_bytes(data[:12] + bytes(len(data) - 24) + data[-12:])
     flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8", "--split=train"]
-    code, output, errors = run_script(SCRIPT, "out", *flags, "--autoencoder.name=haar", "--dataset.num_workers=0")
-    assert (code, errors) == (0, "")
+    flags += ["--autoencoder.name=haar", "--dataset.num_workers=0"]
+    code, _, errors = run_script(SCRIPT, "out", *flags)
+    assert code == 2
+    assert_refused(errors, "photos/2.png", ["--dataset.corrupt_images"])
+    code, output, errors = run_script(SCRIPT, "out", *flags, "--dataset.corrupt_images=skip")
+    assert code == 0 and "photos/2.png" in errors
     assert "1 unreadable images skipped (listed in index.json)" in output
-    skipped = json.loads((tmp_path / "out/train/index.json").read_bytes())["shards"][0]["skipped"]
-    assert len(skipped) == 1 and "photos/4.png: not a readable image" in skipped[0]["reason"]
+
+
+@pytest.mark.parametrize("command", ["encode", "pack"])
+def test_ctrl_c_says_how_to_continue(
+    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(8):
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{number}.png")
+    flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos"]
+    if command == "encode":
+        flags += ["--autoencoder.name=haar", "--dataset.num_workers=0", "--dataset.image_size=8", "--shard_size=2"]
+    else:
+        flags += ["--images_per_shard=2"]
+
+    method = "__getitem__" if command == "encode" else "path_of"
+    read, calls = getattr(ImageFolder, method), itertools.count(1)
+
+    def interrupted(dataset: ImageFolder, index: int) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return read(dataset, index)
+
+    monkeypatch.setattr(ImageFolder, method, interrupted)
+    code, _, errors = run_script("torchditan", command, "out", *flags)
+    assert code == 75
+    assert "out" in errors and "continues" in errors and len(errors.splitlines()) == 1
+    assert len([*tmp_path.glob("out/train/shard-*.safetensors"), *tmp_path.glob("out/train/shard-*.tar")]) == 1
+    assert run_script("torchditan", command, "out", *flags).code == 0
 
 
 def write_public(path: Path) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,10 +159,13 @@ def test_what_cannot_be_read_is_skipped_and_listed(run_script: RunScript, tmp_pa
     write_tar(tmp_path / "shards/train/0.tar", members)
     write_tar(tmp_path / "shards/val/0.tar", {"a.npy": npy(latent(3))})
     code, out, err = run_script(SCRIPT, "out", "--latents=mean", "--split=train", *TARS)
-    assert (code, err) == (0, "")
+    assert code == 2 and "--dataset.corrupt_images" in err and "0.tar/bare" in err
+    flags = ["--latents=mean", "--split=train", "--dataset.corrupt_images=skip", *TARS]
+    code, out, err = run_script(SCRIPT, "out", *flags)
+    assert code == 0 and "0.tar/bare" in err
     assert f"2 latents of 48 x 2 x 2 in 0.0 MB, {len(DAMAGED) + 2} unreadable images skipped" in out
     skipped = json.loads((tmp_path / "out/train/index.json").read_bytes())["shards"][0]["skipped"]
-    reasons = {Path(entry["reason"].split(":")[0]).stem: entry["reason"] for entry in skipped}
+    reasons = {Path(re.split("[: ]", entry["reason"])[0]).stem: entry["reason"] for entry in skipped}
     assert reasons.keys() == {*DAMAGED, "two", "bare"}
     assert "its latent is missing" in reasons.pop("bare")
     assert all(": no readable latent (" in reason for reason in reasons.values())

@@ -23,6 +23,7 @@ from refusals import assert_refused
 from torchditan.config.options import FLAVOR_NAMES, Dataset
 from torchditan.data_stream.order import OrderedDataset
 from torchditan.datasets import build_dataset
+from torchditan.run.directory import UNREADABLE_FILE
 from torchditan.run.reading import read_metrics, read_status
 
 if TYPE_CHECKING:
@@ -335,17 +336,31 @@ def test_a_corrupt_image_found_while_training_is_named_in_the_status(tmp_path: P
 def test_corrupt_images_are_skipped_and_counted_where_the_config_says_so(tmp_path: Path, run_script: RunScript) -> None:
     write_images(tmp_path / "images")
     found = corrupt(tmp_path / "images", 1)
-    corrupt(tmp_path / "images", 5, inside=True)
-    (tmp_path / "images" / "a" / "phone.heic").write_bytes(b"")
+    drawn = corrupt(tmp_path / "images", 5, inside=True)
+    (tmp_path / "images" / "a" / "camera.cr2").write_bytes(b"")
     flags = ["--dataset.corrupt_images=skip", "--validation.freq=1", "--metrics.enable_sampling=true"]
     flags += ["--sampling.num_steps=1", "--training.steps=30"]  # several epochs
     code, out, err = run_script("train.py", *SMALL, *FOLDER, *flags)
     assert (code, err) == (0, "")
     assert f"warning: 1 file cannot be read: {found} (unknown format); the next images replace them" in out
-    assert "not read: 1 .heic" in out
+    assert "not read: 1 .cr2" in out
     records = read_metrics(tmp_path / "outputs" / "folder-debugmodel")
     counts = [record["corrupt_images_rank0"] for record in records]
     assert (counts[0], counts[-1]) == (1, 2)  # files, however often they are drawn
+    assert out.count(drawn) == 1 and out.count(found) == 1
+    (listed,) = (tmp_path / "outputs" / "folder-debugmodel" / UNREADABLE_FILE).read_text().splitlines()
+    assert listed.startswith(f"{drawn} (")
+
+
+def test_held_out_images_that_turn_out_to_be_damaged_are_named_too(tmp_path: Path, run_script: RunScript) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / "images" / split, 2)
+    path = tmp_path / "images" / "val" / "a" / "0.png"
+    data = path.read_bytes()
+    path.write_bytes(data[:12] + bytes(len(data) - 24) + data[-12:])
+    flags = ["--validation.freq=1", "--training.steps=3", "--dataset.corrupt_images=skip"]
+    code, out, _ = run_script("train.py", *SMALL, *FOLDER, *flags)
+    assert (code, out.count("images/val/a/0.png")) == (0, 1)
 
 
 def test_held_out_images_are_skipped_too(tmp_path: Path, run_here: RunHere) -> None:

@@ -75,13 +75,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     return arguments, override(Config(), flags, sections=("dataset", "autoencoder"))
 
 
-def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, rank: Rank) -> None:
-    """Do this rank's part of a folder with `work(report=...)`, and print the outcome."""
-    from torchditan.config.errors import ConfigError
+def run_split(
+    writer: LatentWriter,
+    work: Callable[..., LatentIndex | None],
+    *,
+    rank: Rank,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Do this rank's part of a folder with `work(report=...)`, and print the outcome. Rank 0 first calls `check`."""
+    from torchditan.config.errors import ConfigError, some
+    from torchditan.job.check_files import MOST_NAMED
     from torchditan.run.progress import report_progress
 
     writer.open()
     missing = min(len(writer.missing()) * writer.encoding.shard_size, writer.encoding.num_source_images)
+    if missing and rank.rank == 0:
+        check()
     encoded, start = 0, time.perf_counter()  # by this rank, in this run
 
     def count(num_images: int) -> None:
@@ -98,6 +107,8 @@ def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, 
         raise
     if index is not None:
         print(summary(writer.folder, index, encoded=encoded, seconds=time.perf_counter() - start))
+        if skipped := [text for shard in index.shards for _, text in shard.skipped]:
+            print(f"warning: left out: {some(skipped, most=MOST_NAMED)}", file=sys.stderr)
     elif rank.rank == 0:
         print(f"{writer.folder}: this rank is done; the last rank writes the index")
 
@@ -136,10 +147,13 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool, is_encoded: 
 def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
     from torchditan.autoencoders import open_autoencoder
     from torchditan.config.errors import option_error
+    from torchditan.config.options import cache_folder
+    from torchditan.job.check_files import refuse_unreadable
     from torchditan.latents.encoding import as_stored, denormalize, describe_encoding, encode
     from torchditan.latents.writer import LatentWriter
     from torchditan.run.progress import report_progress
 
+    skips_corrupt = config.dataset.corrupt_images == "skip"
     if config.autoencoder.name is None:
         raise option_error("autoencoder.name", None, "must name the autoencoder that encodes the images, such as haar")
     if config.autoencoder.online or config.autoencoder.sample_posterior:
@@ -189,8 +203,10 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             num_workers=config.dataset.num_workers,
             prefetch_factor=config.dataset.prefetch_factor,
             moments=moments,
+            skips_corrupt=skips_corrupt,
         )
-        run_split(writer, work, rank=rank)
+        check = partial(refuse_unreadable, dataset, cache_folder=cache_folder(config))
+        run_split(writer, work, rank=rank, **({} if skips_corrupt else {"check": check}))
 
 
 def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
@@ -238,6 +254,7 @@ def main() -> None:
 
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices
+    from torchditan.supervision.exit_status import Interrupted
 
     configure_cpu()
     rank = Rank.from_environment()
@@ -247,7 +264,11 @@ def main() -> None:
     check_devices(rank)
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
-    if arguments.convert is not None:
-        convert_file(arguments, rank)
-    else:
-        encode_all(arguments, config, rank)
+    try:
+        if arguments.convert is not None:
+            convert_file(arguments, rank)
+        else:
+            encode_all(arguments, config, rank)
+    except KeyboardInterrupt:
+        right = f"the complete shards in {arguments.out} are kept, and the same command continues"
+        raise Interrupted(f"interrupted from the keyboard; {right}") from None

@@ -105,9 +105,15 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
         print(f"note: without the training data, the picture shows no real images: {error}", file=sys.stderr)
         return SampleRows.of_classes(labels, class_names=trained.class_names), None
     per_label = config.sampling.images_per_class
-    real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
+    real = real_samples(
+        dataset,
+        labels=labels,
+        samples_per_label=per_label,
+        conditional=trained.num_classes > 0,
+        to_pixels=trained.real_to_pixels,
+    )
     rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])
-    return rows, None if real is None else trained.real_to_pixels(real)
+    return rows, real
 
 
 def main() -> None:

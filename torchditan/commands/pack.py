@@ -11,16 +11,20 @@ for programs that read shards in order. You can stop it at any time. Run the sam
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torchditan.config.options import Config
 
 
 def main() -> None:
     from torchditan.config.command_line import ScriptParser, count
-    from torchditan.config.errors import ConfigError, option_error, some
+    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
-    from torchditan.config.options import Config, cache_folder
+    from torchditan.config.options import Config
 
     parser = ScriptParser(__doc__, options=("dataset",))
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; the first argument")
@@ -36,10 +40,24 @@ def main() -> None:
     if name == "captions":  # reads the files, never a sample
         config = config.replace({"dataset.image_size": [1], "dataset.upscale": True})
 
+    from torchditan.supervision.exit_status import Interrupted
+
+    try:
+        pack_all(arguments, config)
+    except KeyboardInterrupt:
+        right = f"the complete shards in {arguments.out} are kept, and the same command continues"
+        raise Interrupted(f"interrupted from the keyboard; {right}") from None
+
+
+def pack_all(arguments: argparse.Namespace, config: Config) -> None:
+    from torchditan.config.errors import ConfigError, option_error, some
+    from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
     from torchditan.datasets.packing import pack
+    from torchditan.job.check_files import MOST_NAMED, refuse_unreadable
     from torchditan.run.progress import report_progress
 
+    name, skips_corrupt = config.dataset.dataset_name, config.dataset.corrupt_images == "skip"
     splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
     for split in splits:
         try:
@@ -52,18 +70,20 @@ def main() -> None:
         if dataset.index is not None:
             raise option_error("dataset.dataset_name", name, "is encoded; must be a dataset of images")
         folder = arguments.out / split
+        if not skips_corrupt:
+            refuse_unreadable(dataset, cache_folder=cache_folder(config))
         with report_progress(f"packing {folder}", total=len(dataset), unit="images") as advance:
             skipped = pack(
                 dataset,
                 folder,
                 images_per_shard=arguments.images_per_shard,
-                skips_corrupt=config.dataset.corrupt_images == "skip",
+                skips_corrupt=skips_corrupt,
                 report=advance,
             )
         shards = sorted(folder.glob("*.tar"))
         size = sum(path.stat().st_size for path in shards) / 1e6
         print(f"{folder}: complete, {len(dataset) - len(skipped):,} images in {len(shards)} shards, {size:,.1f} MB")
         if skipped:
-            print(f"warning: {len(skipped)} left out: {some(skipped)}", file=sys.stderr)
+            print(f"warning: {len(skipped):,} left out: {some(skipped, most=MOST_NAMED)}", file=sys.stderr)
     kind = name if name == "captions" else "webdataset"
     print(f"train: torchditan train CONFIG --dataset.dataset_name {kind} --dataset.root_dir {arguments.out}")

@@ -221,7 +221,7 @@ def train(
         loss.backward()
         clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-        skipped.update(batch["skipped"].tolist())
+        skipped.update(batch["skipped"])
         progress.count(step, loss=loss, lr=lr, network=network)
     progress.console.close()
     return len(skipped)

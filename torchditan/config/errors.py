@@ -38,9 +38,33 @@ class ConfigError(ValueError):
 
 def printable(text: str) -> str:
     """The text with escapes in place of characters that control a terminal or change the direction of writing, and
-    without tokens and the passwords of addresses."""
+    without tokens and the passwords of addresses. Bytes of a file's name that are not UTF-8 become `\\x8e`."""
     text = _SECRET.sub(lambda match: f"{match['before'] or match['key'] or ''}***{match['after'] or ''}", text)
-    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(lambda match: _escape(match[0]), text)
+
+
+def _escape(character: str) -> str:
+    is_byte = "\udc80" <= character <= "\udcff"  # os.fsdecode
+    return f"\\x{ord(character) - 0xDC00:02x}" if is_byte else character.encode("unicode_escape").decode()
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode the text: bytes in another encoding, and halves of characters in JSON, are not text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def as_unicode(name: str) -> str:
+    """The name of a file or folder as text to store and to draw: `\\x8e\\xca` for one that is not UTF-8."""
+    if is_unicode(name):
+        return name
+    try:
+        return name.encode(errors="surrogateescape").decode("ascii", errors="backslashreplace")
+    except UnicodeEncodeError:  # half of a character, from JSON
+        return printable(name)
 
 
 def shorten(text: str, *, most: int) -> str:

@@ -146,7 +146,7 @@ class Dataset:
     fingerprint: str | None = None
     """Identity of latents, captions or a folder of images; filled in. A run refuses to resume with other data."""
     corrupt_images: Literal["error", "skip"] = "error"
-    """How to handle unreadable images: stop and name them (error), or count them and use the next images (skip)."""
+    """How to handle unreadable images: stop and name them (error), or name them and use the next images (skip)."""
     dummy_fill: Literal["normal", "zeros"] = "normal"
     """Values of the dummy dataset: standard normal, or zeros (which GPUs process faster than real data)."""
     dummy_size: int = 10000

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchditan.config.errors import option_error
+from torchditan.config.errors import is_unicode, option_error
 
 _MARK = "@"
 
@@ -35,15 +35,6 @@ def read_prompts(option: str, given: Sequence[str]) -> list[str]:
 def has_file(given: Sequence[str]) -> bool:
     """Whether one of these texts is `@FILE`."""
     return any(text.startswith(_MARK) for text in given)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode the text: bytes in another encoding, and halves of characters in JSON, are not text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _read_file(option: str, given: str) -> list[str]:

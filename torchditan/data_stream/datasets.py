@@ -16,13 +16,21 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error, printable
 
 Batch = dict[str, torch.Tensor]
 
 
 class CorruptImageError(ConfigError):
-    """An image that cannot be read. The message names it."""
+    """An image that cannot be read. The message names it.
+
+    Args:
+        named: only its name and the reason, for lists of such images.
+    """
+
+    def __init__(self, message: str = "", *, named: str | None = None) -> None:
+        super().__init__(message)
+        self.named = str(self) if named is None else printable(named)
 
 
 class DatasetDescription:
@@ -230,8 +238,8 @@ def read_image(
     corrupt_images: Literal["error", "skip"],
     group: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The item at `index`, or with `skip` the next readable one. `place` is its index, `skipped` lists the indices
-    of the unreadable ones before it.
+    """The item at `index`, or with `skip` the next readable one. `place` is its index, `skipped` has the unreadable
+    ones before it: index -> name and reason.
 
     Args:
         group: ascending indices, including `index`, that may replace it; None for all.
@@ -242,16 +250,16 @@ def read_image(
     """
     length = len(dataset) if group is None else len(group)
     first = index if group is None else int(np.searchsorted(group, index))
-    skipped: list[int] = []
+    skipped: dict[int, str] = {}
     for offset in range(length):
         place = (first + offset) % length
         place = place if group is None else int(group[place])
         try:
             item = dataset[place]
-        except CorruptImageError:
+        except CorruptImageError as error:
             if corrupt_images == "error":
                 raise
-            skipped.append(place)
+            skipped[place] = error.named
             continue
         item = {**item, "skipped": skipped, "place": place}
         if num_classes == 0:

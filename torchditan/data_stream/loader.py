@@ -28,8 +28,8 @@ _NUMBERS = ("index", "class_label")
 class Collate:
     """Samples -> batch, in the worker. An error among the samples is returned as a value.
 
-    All tensors of a sample are stacked (`sample`, and embeddings of its text). `skipped` (n,) has the indices of the
-    unreadable images that others replace. Other values are dropped.
+    All tensors of a sample are stacked (`sample`, and embeddings of its text). `skipped` has the unreadable images that
+    others replace: index -> name and reason. Other values are dropped.
     """
 
     labelled: bool
@@ -38,17 +38,16 @@ class Collate:
         if isinstance(items, ConfigError):
             return items
         if isinstance(items, dict):
-            return {**items, "skipped": torch.zeros(0, dtype=torch.int64)}
+            return {**items, "skipped": {}}  # type: ignore[dict-item]
         for item in items:
             if isinstance(item, ConfigError):
                 return item
         samples = cast(list[dict[str, Any]], items)
         tensors = [key for key, value in samples[0].items() if isinstance(value, torch.Tensor) and key not in _NUMBERS]
-        batch = {key: torch.stack([item[key] for item in samples]) for key in tensors}  # sample: (B, C, H, W)
+        batch: dict[str, Any] = {key: torch.stack([item[key] for item in samples]) for key in tensors}
         for key in _NUMBERS if self.labelled else _NUMBERS[:1]:
             batch[key] = torch.tensor([item.get(key, 0) for item in samples], dtype=torch.int64)  # (B,)
-        skipped = [number for item in samples for number in item.get("skipped", ())]
-        batch["skipped"] = torch.tensor(skipped, dtype=torch.int64)
+        batch["skipped"] = {number: named for item in samples for number, named in item.get("skipped", {}).items()}
         return batch
 
 
@@ -150,4 +149,5 @@ class TrainingStream:
         if isinstance(item, ConfigError) or not self.loader_options["pin_memory"]:
             return item
         batch, randomness = item
-        return {name: tensor.pin_memory() for name, tensor in batch.items()}, randomness.pin_memory()
+        pinned = {name: tensor if name == "skipped" else tensor.pin_memory() for name, tensor in batch.items()}
+        return pinned, randomness.pin_memory()

@@ -549,7 +549,7 @@ def trajectory_hash(config: Config) -> str:
 
 def _hash(values: Any) -> str:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _hardware_text(hardware: Any) -> str | None:

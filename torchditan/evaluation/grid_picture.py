@@ -2,9 +2,10 @@
 """Labelled grids: generated images next to real ones of the same class, and samples over the steps of a run.
 
 Notable:
-- The picture is drawn with Pillow alone, including its built-in font. Every text is measured, so none is cut off.
-- That font has the characters of English. A label with others becomes the number of its row, and a text file next to
-  the picture has all labels.
+- The picture is drawn with Pillow alone. Every text is measured, so none is cut off.
+- grid_font.ttf, a part of DejaVu Sans, has the Latin characters of Europe (U+0020 to U+017F). The font of Pillow has
+  only those of English. A label with others becomes the number of its row, and a text file next to the picture has all
+  labels.
 - Small images are enlarged by an integer factor with nearest neighbour: each pixel stays a square, without smoothing.
 - Samples with more than three channels are latents. The first three channels are shown as colours, scaled to the range
   of the real ones, so that generated latents of another scale look different.
@@ -17,6 +18,7 @@ import hashlib
 import io
 import json
 import math
+import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError, shorten
+from torchditan.config.errors import ConfigError, as_unicode, shorten
 from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
@@ -72,7 +74,7 @@ def save_grid(
     Args:
         path: PNG to write.
         generated: (rows, k, C, H, W) float; pixels in [-1, 1] if C is 1 or 3, otherwise latents.
-        real: real images in the same layout, where k may differ; None without real images.
+        real: real images in the same layout, where k may differ; NaN leaves the place empty. None without real images.
         labels: the class of each row.
         title: of the picture.
         scale: integer enlargement; by default, images under 48 px are enlarged to 48 to 96 px.
@@ -86,7 +88,7 @@ def save_grid(
     suffix = " (latent channels 0-2)" if generated.shape[2] > 3 else ""
     blocks = [(f"{heading}{suffix}", _to_uint8(generated, reference))]
     if real is not None:
-        blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference)))
+        blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference, nan=_PAPER)))
     picture, layout = draw(blocks, labels, title, scale)
     _write_labels(path, labels)
     about = PngInfo()
@@ -217,27 +219,30 @@ def _enlargement(size: torch.Size) -> int:
     return 1 if side >= 48 else max(math.ceil(48 / side), round(64 / side))
 
 
-def _to_uint8(images: Tensor, reference: Tensor) -> Tensor:
-    """(rows, k, C, H, W) in [-1, 1], or latents -> (rows, k, H, W, 3) uint8; NaN becomes black."""
+def _to_uint8(images: Tensor, reference: Tensor, *, nan: tuple[int, int, int] = _INK) -> Tensor:
+    """(rows, k, C, H, W) in [-1, 1], or latents -> (rows, k, H, W, 3) uint8; NaN becomes the color `nan`."""
     images = images.detach().float().cpu()
+    is_nan = images.isnan().any(dim=2)  # (rows, k, H, W)
     channels = images.shape[2]
     assert channels != 2, "an image has 1 or 3 channels, a latent 4 or more"
     if channels > 3:
         images = images[:, :, :3]
         reference = reference.detach().float().cpu()[:, :, :3]
-        low = reference.amin(dim=(0, 1, 3, 4), keepdim=True)  # (1, 1, 3, 1, 1)
-        high = reference.amax(dim=(0, 1, 3, 4), keepdim=True)
+        low = reference.nan_to_num(torch.inf).amin(dim=(0, 1, 3, 4), keepdim=True)  # (1, 1, 3, 1, 1)
+        high = reference.nan_to_num(-torch.inf).amax(dim=(0, 1, 3, 4), keepdim=True)
         images = 2 * (images - low) / (high - low).clamp_min(1e-12) - 1
     images = images.nan_to_num(nan=-1.0).clamp(-1, 1).expand(-1, -1, 3, -1, -1)
-    return ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
+    pixels = ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
+    return torch.where(is_nan[..., None], torch.tensor(nan, dtype=torch.uint8), pixels)
 
 
 def draw(
     blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale: int, *, gap: int = _BLOCK_GAP
 ) -> tuple[Image.Image, GridLayout]:
     """Draw blocks of images, (rows, k, H, W, 3) uint8, each with a heading; returns the layout of the first one."""
-    small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
-    title = shorten("".join(character if _can_draw(character) else "?" for character in title), most=_LONGEST_TEXT)
+    small, large = _font(14), _font(18)
+    title = "".join(character if _can_draw(character) else "?" for character in _as_text(title))
+    title = shorten(title, most=_LONGEST_TEXT)
     shown = _drawable(labels)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
     label_width = max(_width(label, small) for label in shown)
@@ -273,32 +278,43 @@ def draw(
 
 
 @functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(Path(__file__).with_name("grid_font.ttf"), size, layout_engine=ImageFont.Layout.BASIC)
+
+
+@functools.cache
 def _can_draw(character: str) -> bool:
-    """Whether the built-in font has this character. It draws all others as the same box."""
-    font = ImageFont.load_default(size=14)
+    """Whether the font has this character. It draws all others as the same box."""
+    font = _font(14)
     return character.isspace() or bytes(font.getmask(character)) != bytes(font.getmask("\uffff"))
 
 
 def _drawable(labels: list[str]) -> list[str]:
-    """The labels, with `row 3` in place of one that the built-in font lacks. Long ones are cut."""
+    """The labels, with `row 3` in place of one with characters that the font lacks. Long ones are cut, and bytes that
+    are not UTF-8 are drawn as escapes."""
     return [
         shorten(label, most=_LONGEST_TEXT) if all(map(_can_draw, label)) else f"row {row}"
-        for row, label in enumerate(labels, start=1)
+        for row, label in enumerate(map(_as_text, labels), start=1)
     ]
+
+
+def _as_text(label: str) -> str:
+    """Composed characters: macOS stores an umlaut as two, and the font has only the composed ones."""
+    return unicodedata.normalize("NFC", as_unicode(label))
 
 
 def _write_labels(path: Path, labels: list[str]) -> None:
     """Write all labels next to a picture that cannot show some of them: `step_00000100.labels.txt`."""
     if _drawable(labels) != labels:
-        lines = [f"row {row}: {label}\n" for row, label in enumerate(labels, start=1)]
+        lines = [f"row {row}: {_as_text(label)}\n" for row, label in enumerate(labels, start=1)]
         write_file(path.with_suffix(".labels.txt"), "".join(lines).encode())
 
 
-def _width(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
+def _width(text: str, font: ImageFont.FreeTypeFont) -> int:
     return math.ceil(font.getbbox(text)[2])
 
 
-def _height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
+def _height(font: ImageFont.FreeTypeFont) -> int:
     """Height of a line with ascenders and descenders, so that all lines have the same height."""
     return math.ceil(font.getbbox("Agjpq|")[3])
 

@@ -11,6 +11,7 @@ PSNR and SSIM need a reference image for sample i:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -156,29 +157,37 @@ class Grids:
             return stills(self.rows.references[:, None])
         if self.shows_prompts:
             return None
-        real = real_samples(
+        return real_samples(
             self.held_out or self.dataset,
             labels=self.rows.numbers,
             samples_per_label=self.config.sampling.images_per_class,
             conditional=bool(self.dataset.class_names),
+            to_pixels=self.space.real_to_pixels,
         )
-        return None if real is None else self.space.real_to_pixels(real)
 
 
 def real_samples(
-    dataset: ImageDataset, *, labels: list[int], samples_per_label: int, conditional: bool
-) -> torch.Tensor | None:
+    dataset: ImageDataset,
+    *,
+    labels: list[int],
+    samples_per_label: int,
+    conditional: bool,
+    to_pixels: Callable[[Tensor], Tensor],
+) -> Tensor | None:
     """Real samples of each label, to show next to generated ones; None if the dataset can only be streamed.
 
-    If a label has too few samples, its last one repeats; a label without samples is black. If the labels are not known
+    If a label has too few samples, its last one repeats; a label without samples is NaN. If the labels are not known
     in advance, 20,000 samples are searched.
 
+    Args:
+        to_pixels: samples (..., C, H, W) of the dataset -> pixels.
+
     Returns:
-        (len(labels), samples_per_label, C, H, W) float32 in [-1, 1].
+        (len(labels), samples_per_label, C, H, W) float, of `to_pixels`.
     """
     if isinstance(dataset, SequentialDataset):
         return None
-    rows = []
+    rows, missing = [], []
     for indices in _candidates(dataset, labels=labels if conditional else [], wanted=samples_per_label):
         row: list[torch.Tensor] = []
         for index in indices:
@@ -186,9 +195,11 @@ def real_samples(
                 break
             with suppress(CorruptImageError):
                 row.append(dataset[int(index)]["sample"])
-        black = torch.full(dataset.sample_shape, -1.0)
-        rows.append(torch.stack((row + [row[-1] if row else black] * samples_per_label)[:samples_per_label]))
-    return torch.stack(rows)
+        last = row[-1] if row else torch.zeros(dataset.sample_shape)
+        rows.append(torch.stack((row + [last] * samples_per_label)[:samples_per_label]))
+        missing.append(not row)
+    pixels = to_pixels(torch.stack(rows))
+    return pixels.masked_fill(torch.tensor(missing, device=pixels.device)[:, None, None, None, None], torch.nan)
 
 
 def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> list[np.ndarray]:

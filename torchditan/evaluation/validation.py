@@ -9,8 +9,8 @@ CPU time instead of 1.1 s, and a training step takes 1.9 s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ def validation_losses(
     batch_size: int,
     corrupt_images: Literal["error", "skip"],
     device: torch.device,
+    leave_out: Callable[[Mapping[int, str]], None] = lambda skipped: None,
 ) -> dict[str, float]:
     """Mean loss over evenly spaced images. Images, noise and timesteps are the same at every call and world size.
 
@@ -64,6 +65,7 @@ def validation_losses(
         batch_size: images at once on each rank.
         corrupt_images: as in training.
         device: where the model is.
+        leave_out: called with unreadable images, which the next ones replace: index -> name and reason.
 
     Returns:
         `validation_loss` and one loss for each of `BIN_KEYS`. Bins that the objective never reaches are left out.
@@ -76,7 +78,17 @@ def validation_losses(
     total = torch.zeros((), dtype=torch.float64, device=sums_on)
     bins = torch.zeros(2, _NUM_BINS, dtype=torch.float64, device=sums_on)  # sum and number of the losses
     for rows, real in _batches(dataset, count, batch_size=batch_size):
-        batch = _read(dataset, [row * len(dataset) // count for row in rows], corrupt_images, device)
+        items = [
+            read_image(
+                dataset,
+                row * len(dataset) // count,
+                num_classes=len(dataset.class_names),
+                corrupt_images=corrupt_images,
+            )
+            for row in rows
+        ]
+        leave_out({index: named for item in items for index, named in item["skipped"].items()})
+        batch = _stack(items, device)
         batch["index"] = torch.tensor(rows, device=device)
         real = real.to(device)
         shape = space.shape_in(batch)
@@ -121,13 +133,7 @@ def _sums_in_bins(losses: torch.Tensor, timesteps: torch.Tensor, real: torch.Ten
     return torch.stack([torch.where(is_in, losses[:, None].double(), 0.0).sum(0), is_in.double().sum(0)])
 
 
-def _read(
-    dataset: ImageDataset, indices: list[int], corrupt_images: Literal["error", "skip"], device: torch.device
-) -> Batch:
-    items = [
-        read_image(dataset, index, num_classes=len(dataset.class_names), corrupt_images=corrupt_images)
-        for index in indices
-    ]
+def _stack(items: list[dict[str, Any]], device: torch.device) -> Batch:
     return {
         name: torch.stack([torch.as_tensor(item[name]) for item in items]).to(device)
         for name, value in items[0].items()

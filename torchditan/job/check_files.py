@@ -7,15 +7,15 @@ import contextlib
 import gzip
 import json
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, as_unicode, some
 from torchditan.config.options import cache_folder
-from torchditan.data_stream.datasets import FileDataset, ListedDataset
+from torchditan.data_stream.datasets import CorruptImageError, FileDataset, ListedDataset
 from torchditan.job.prepare import Job
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import DATASET_FILES
@@ -23,7 +23,8 @@ from torchditan.run.progress import report_progress
 from torchditan.run.reading import read_config
 from torchditan.supervision.supervision import Supervision
 
-_MOST_NAMED = 10
+MOST_NAMED = 10
+_REPAIR_OR_SKIP = "repair or remove them, or skip them with --dataset.corrupt_images skip"
 
 
 def compare_files(job: Job) -> None:
@@ -59,7 +60,7 @@ def _describe_differing(job: Job, run: Path) -> str:
         "changed": [name for name in kept if before[name][1] != here[name][1]],
         "moved between training and held-out images": [name for name in kept if before[name][0] != here[name][0]],
     }
-    return "; ".join(f"{kind}: {_name(sorted(paths))}" for kind, paths in kinds.items() if paths)
+    return "; ".join(f"{kind}: {some(sorted(paths), most=MOST_NAMED)}" for kind, paths in kinds.items() if paths)
 
 
 def _by_name(files: dict[str, dict[str, int]]) -> dict[str, tuple[str, int]]:
@@ -75,9 +76,36 @@ def record_files(job: Job) -> None:
             write_file(path, gzip.compress(json.dumps(job.dataset.file_sizes()).encode()))
 
 
-def _name(texts: Collection[str]) -> str:
-    more = f" and {len(texts) - _MOST_NAMED:,} more" if len(texts) > _MOST_NAMED else ""
-    return ", ".join([*texts][:_MOST_NAMED]) + more
+def describe_unreadable(images: Sequence[str], *, folder: Path, writes: bool = True) -> str:
+    """`2 files cannot be read: a.png (unknown format), b.png (...)`.
+
+    Args:
+        images: names with reasons. The first ten are shown; a file in `folder` lists all, if there are more.
+        writes: whether this process writes that file.
+    """
+    text = f"{len(images):,} file{'s' * (len(images) > 1)} cannot be read: {some(images, most=MOST_NAMED)}"
+    if len(images) <= MOST_NAMED:
+        return text
+    listed = folder / "unreadable.txt"
+    if writes:
+        write_file(listed, "".join(f"{as_unicode(image)}\n" for image in images).encode())
+    return f"{text}, listed in {listed}"
+
+
+def refuse_unreadable(dataset: Any, *, cache_folder: Path) -> None:
+    """Check the files of a dataset before long work, if it has files.
+
+    Raises:
+        CorruptImageError: some cannot be read.
+    """
+    if not isinstance(dataset, FileDataset):
+        return
+    with report_progress(f"checking files in {dataset.root}"):
+        *_, (_, damages) = dataset.check_files(cache_folder / "files")
+    if damages:
+        images = [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
+        named = describe_unreadable(images, folder=cache_folder / "files")
+        raise CorruptImageError(f"{named}; {_REPAIR_OR_SKIP}")
 
 
 def check_files(job: Job, supervision: Supervision) -> set[int]:
@@ -101,15 +129,9 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
         if dataset is job.dataset:
             unreadable.update(damages)
     if texts:
-        files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
-        named = f"{files} be read: {_name(texts)}"
-        if len(texts) > _MOST_NAMED:
-            listed = files_folder / "unreadable.txt"
-            named += f", listed in {listed}"
-            if job.rank.rank == 0:
-                write_file(listed, "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape"))
+        named = describe_unreadable(texts, folder=files_folder, writes=job.rank.rank == 0)
         if config.dataset.corrupt_images == "error":
-            raise ConfigError(f"{named}; repair or remove them, or skip them with --dataset.corrupt_images skip")
+            raise ConfigError(f"{named}; {_REPAIR_OR_SKIP}")
         supervision.warn(f"warning: {named}; the next images replace them")
     if job.rank.rank == 0 and (differing := _describe_differing(job, job.run_directory.path)):
         supervision.warn(f"warning: files since this run was started: {differing}")

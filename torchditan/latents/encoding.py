@@ -6,7 +6,7 @@ Notable:
   encodes shards r, r + W, ... So any number of ranks, stopped and rerun at any point, produces the same bytes;
 - ranks do not communicate: writer.py records progress in the folder;
 - while a thread writes one shard, the next is encoded; loader workers decode images ahead of both;
-- an image that cannot be read is skipped, and the index lists it with the reason.
+- an image that cannot be read stops the job, or is skipped, and the index lists it with the reason.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def encode(
     prefetch_factor: int,
     report: Callable[[int], None],
     moments: Moments | None = None,
+    skips_corrupt: bool = False,
 ) -> LatentIndex | None:
     """Encode this rank's missing shards, and finish the folder if no other rank has work left.
 
@@ -148,11 +149,13 @@ def encode(
         num_workers, prefetch_factor: processes that decode images ahead, and their batches; with 0 workers, this
             process decodes.
         report: called with the number of images after each batch.
+        skips_corrupt: leave unreadable images out.
 
     Returns:
         The index; None while other ranks still have work.
 
     Raises:
+        CorruptImageError: an image is unreadable, without `skips_corrupt`.
         ConfigError: the disk is full, or the dataset fails for more than single images.
     """
     encoding = writer.encoding
@@ -164,6 +167,7 @@ def encode(
         num_workers=num_workers if numbers else 0,
         prefetch_factor=prefetch_factor,
         pin_memory=autoencoder.device.type == "cuda",
+        skips_corrupt=skips_corrupt,
     )
     with ThreadPoolExecutor(max_workers=1) as executor:
         writing: Future[None] | None = None
@@ -233,16 +237,17 @@ class _SourceImages(Dataset):
 
 
 class _Collate:
-    """Items -> batch. A corrupt image is left out; any other error replaces the batch."""
+    """Items -> batch. A corrupt image is left out with `skips_corrupt`; any other error replaces the batch."""
 
-    def __init__(self, sample_shape: tuple[int, ...]) -> None:
+    def __init__(self, sample_shape: tuple[int, ...], *, skips_corrupt: bool) -> None:
         self.sample_shape = sample_shape
+        self.skips_corrupt = skips_corrupt
 
     def __call__(self, items: list[tuple[int, dict[str, Any] | ConfigError]]) -> _SourceBatch | ConfigError:
         skipped, numbers, labels, images = [], [], [], []
         for number, item in items:
-            if isinstance(item, CorruptImageError):
-                skipped.append((number, str(item)))
+            if self.skips_corrupt and isinstance(item, CorruptImageError):
+                skipped.append((number, item.named))
             elif isinstance(item, ConfigError):
                 return item
             else:
@@ -260,11 +265,12 @@ def _load(
     num_workers: int,
     prefetch_factor: int,
     pin_memory: bool,
+    skips_corrupt: bool,
 ) -> Iterator[_SourceBatch]:
     loader = DataLoader(
         _SourceImages(dataset),
         batch_sampler=batches,
-        collate_fn=_Collate(dataset.sample_shape),
+        collate_fn=_Collate(dataset.sample_shape, skips_corrupt=skips_corrupt),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=pin_memory,

@@ -44,6 +44,7 @@ from torchditan.latents.index import (
 )
 from torchditan.latents.shards import LABELS_FILE, LOCK_FILE, map_shard, size_problems, to_tar
 from torchditan.run.atomic_files import write_file
+from torchditan.run.directory import to_json
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -295,4 +296,4 @@ def _shown(value: Any) -> str:
 
 
 def _to_json(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode()
+    return to_json(values, indent=1) + b"\n"

@@ -42,6 +42,8 @@ STATES = ("running", "completed", "interrupted", "oom", "error")
 
 DATASET_FILES = "dataset_files.json.gz"
 """Path -> size in bytes of the image files that a run was started with, for messages."""
+UNREADABLE_FILE = "unreadable_images.txt"
+"""Names of the images that a run left out when it drew them, with the reasons."""
 _OWN_NAMES = (
     "config.json",
     "metrics.jsonl",
@@ -51,6 +53,7 @@ _OWN_NAMES = (
     "wandb",
     "flight_recorder",
     DATASET_FILES,
+    UNREADABLE_FILE,
 )
 _LEASE_S = 120.0
 """A file server may hold the lock of a lost machine for 90 s."""

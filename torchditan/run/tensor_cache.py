@@ -104,7 +104,8 @@ def hash_of(*parts: str) -> str:
     """Key of an entry: 40 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
+        content = part.encode(errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()[:40]
 
 
@@ -117,7 +118,9 @@ def identity_of_files(folder: Path, *, memory: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
-        digest.update(f"{path.relative_to(folder).as_posix()} {_hash_of_file(path, memory)}\n".encode())
+        digest.update(
+            f"{path.relative_to(folder).as_posix()} {_hash_of_file(path, memory)}\n".encode(errors="surrogatepass")
+        )
     return digest.hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from torchditan.config.errors import printable
 from torchditan.data_stream.workers import end_loader_workers
 from torchditan.distributed.process_group import Rank, set_timeout
 from torchditan.run.directory import RunDirectory
@@ -84,8 +85,16 @@ class Supervision:
 
     def warn(self, text: str) -> None:
         """Print a line on rank 0, through the logger if it exists."""
+        text = printable(text)  # it may name files
         if self.rank.rank == 0:
             self.logger.message(text) if self.logger is not None else print(text, file=sys.stderr, flush=True)
+
+    def warn_here(self, text: str) -> None:
+        """Print a line on this rank, which has seen what the others have not."""
+        if self.rank.rank == 0:
+            self.warn(text)
+        else:
+            print(f"rank {self.rank.rank}: {text}", file=sys.stderr, flush=True)
 
     def reporting(self, what: str) -> AbstractContextManager[Advance]:
         """Report progress of slow work, above the progress bar if the console has one."""
