@@ -37,8 +37,7 @@ from torchditan.datasets.caption_entries import (
     pair,
 )
 from torchditan.datasets.images import IMAGE_SUFFIXES
-from torchditan.datasets.options import suffix_of
-from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts
+from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
 from torchditan.datasets.tars import MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 

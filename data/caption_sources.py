@@ -37,9 +37,9 @@ from torchditan.datasets.caption_entries import (
 )
 from torchditan.datasets.caption_folder import METADATA_FILES, read_folder
 from torchditan.datasets.hub import find_splits, load_rows
-from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded
-from torchditan.datasets.options import describe_files, is_tar_address, suffix_of
-from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of_file, walk
+from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, describe_files
+from torchditan.datasets.options import is_tar_address
+from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of_file, suffix_of, walk
 from torchditan.datasets.tars import Members, Shard, TarMember, find_shards, json_object, kind_of
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 

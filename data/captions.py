@@ -39,20 +39,19 @@ from torchditan.datasets.images import (
     UnreadableError,
     convert,
     corrupt_image,
+    describe_files,
     fit,
     load_sample,
     open_picture,
 )
 from torchditan.datasets.options import (
-    describe_files,
     existing_path,
     height_and_width,
     is_tar_address,
     photo_channels,
     refuse,
-    suffix_of,
 )
-from torchditan.datasets.splits import Split
+from torchditan.datasets.splits import Split, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.randomness import generator, name_to_index
 

@@ -24,16 +24,14 @@ from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.file_check import check_files
-from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, load_sample
+from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, describe_files, load_sample
 from torchditan.datasets.options import (
-    describe_files,
     existing_path,
     height_and_width,
     photo_channels,
     refuse,
-    suffix_of,
 )
-from torchditan.datasets.splits import PARTS, SPLITS, Division, Part, Parts, Split, describe_parts, walk
+from torchditan.datasets.splits import PARTS, SPLITS, Division, Part, Parts, Split, describe_parts, suffix_of, walk
 
 HELD_OUT_SHARE = 0.02
 

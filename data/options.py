@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from torchditan.config import options
@@ -27,19 +25,6 @@ NEEDS = {
 }
 """Content of `dataset.root_dir`, for datasets whose folder train.py checks before it imports torch."""
 DEFAULT_ROOTS = {"imagenet_dummy": PUBLIC_FILE, "latents": PUBLIC_FILE}
-
-
-def suffix_of(name: str) -> str:
-    """`.jpg` of `a.JPG`, `.tar.gz` of `a.tar.gz`."""
-    stem, suffix = os.path.splitext(name.lower())
-    return f".tar{suffix}" if stem.endswith(".tar") else suffix
-
-
-def describe_files(counts: Mapping[str, int]) -> str:
-    """`6 .heic, 3 .txt` of numbers of files by suffix, with what would make them readable."""
-    hints = {suffix: "; decompress them to .tar" for suffix in counts if suffix.startswith(".tar.") or suffix == ".tgz"}
-    found = [(count, suffix) for suffix, count in sorted(counts.items()) if count]
-    return ", ".join(f"{count:,} {suffix or 'without suffix'}{hints.get(suffix, '')}" for count, suffix in found)
 
 
 def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tuple[int, int]:

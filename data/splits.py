@@ -136,3 +136,9 @@ def _up_to(root: Path, path: Path) -> Iterator[Path]:
     while path != root:
         path = path.parent
         yield path
+
+
+def suffix_of(name: str) -> str:
+    """`.jpg` of `a.JPG`, `.tar.gz` of `a.tar.gz`."""
+    stem, suffix = os.path.splitext(name.lower())
+    return f".tar{suffix}" if stem.endswith(".tar") else suffix

@@ -33,8 +33,7 @@ from typing import Any, BinaryIO, cast
 from torchditan.config.errors import ConfigError, option_error, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.file_check import damage_in
-from torchditan.datasets.images import IMAGE_SUFFIXES
-from torchditan.datasets.options import describe_files, suffix_of
+from torchditan.datasets.images import IMAGE_SUFFIXES, describe_files
 from torchditan.datasets.splits import (
     PARTS,
     Division,
@@ -44,6 +43,7 @@ from torchditan.datasets.splits import (
     is_hidden,
     part_of,
     part_of_file,
+    suffix_of,
     walk,
 )
 from torchditan.run.atomic_files import write_file

@@ -183,7 +183,7 @@ def test_a_dataset_that_inherits_from_nothing_gets_the_defaults(monkeypatch: pyt
     assert opened is mine and opened.class_labels.tolist() == [0, 1]
     inherited = ImageDataset()
     for attribute in set(DatasetDescription.__annotations__) - {*REQUIRED, "class_labels"}:
-        assert getattr(opened, attribute) is getattr(inherited, attribute) is None
+        assert getattr(opened, attribute) is getattr(inherited, attribute)
 
 
 @pytest.mark.parametrize("base", [object, ImageDataset])

@@ -201,7 +201,7 @@ OTHER = tar({"9.png": picture(9), "9.txt": "other"})
         ({"backup.tar": OTHER}, "1 .tar"),
         ({"empty.tar": tar({})}, "1 .tar"),
         ({"00000.parquet": b"no image table"}, "1 .parquet"),
-        ({"x.heic": b"", "y.HEIC": b"", "notes.md": ""}, "2 .heic"),
+        ({"x.cr2": b"", "y.CR2": b"", "notes.md": ""}, "2 .cr2"),
     ],
 )
 def test_captioned_images_come_before_other_sources_which_are_named(more: Files, unread: str, tmp_path: Path) -> None:

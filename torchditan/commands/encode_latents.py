@@ -207,6 +207,8 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
         )
         check = partial(refuse_unreadable, dataset, cache_folder=cache_folder(config))
         run_split(writer, work, rank=rank, **({} if skips_corrupt else {"check": check}))
+        if rank.rank == 0 and split == "train":
+            print("".join(f"  {line}\n" for line in dataset.reading), end="")
 
 
 def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:

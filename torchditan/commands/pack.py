@@ -83,6 +83,8 @@ def pack_all(arguments: argparse.Namespace, config: Config) -> None:
         shards = sorted(folder.glob("*.tar"))
         size = sum(path.stat().st_size for path in shards) / 1e6
         print(f"{folder}: complete, {len(dataset) - len(skipped):,} images in {len(shards)} shards, {size:,.1f} MB")
+        if split == "train":
+            print("".join(f"  {line}\n" for line in dataset.reading), end="")
         if skipped:
             print(f"warning: {len(skipped):,} left out: {some(skipped, most=MOST_NAMED)}", file=sys.stderr)
     kind = name if name == "captions" else "webdataset"
