@@ -95,7 +95,7 @@ def test_a_run_has_one_page_in_its_folder(runs: Path, run_script: RunScript) -> 
 
 
 def test_the_newest_evaluation_is_shown(runs: Path, run_script: RunScript) -> None:
-    """By the time in the card, whatever its folder is called, also for one of several runs."""
+    """By the time in the card, whatever its folder is called."""
     for name, day, steps in (("a", "23", 17), ("b", "25", 31), ("c", "24", 19)):
         one = card(
             created=f"2026-11-{day}T09:00:00+00:00", step=4, num_samples=1000 + steps, sampling={"num_steps": steps}
@@ -105,10 +105,9 @@ def test_the_newest_evaluation_is_shown(runs: Path, run_script: RunScript) -> No
     write_card(runs / "one/evaluation/file", card(created="2999", images=ImageSet("file", "x.npz"), num_samples=1234))
     (runs / "one/evaluation/damaged").mkdir()
     (runs / "one/evaluation/damaged/card.json").write_text("{")
-    for page in (page_of(run_script, runs / "one"), page_of(run_script, runs / "one", runs / "two")):
-        assert ">3 x 1,031<" in page and ">31<" in page and ">12.3 (11.9 to 12.8)<" in page
-        assert not any(absent in page for absent in ("1,017", "1,019", "1,234"))
-    assert "Evaluation" not in headings(page_of(run_script, runs / "two"))
+    page = page_of(run_script, runs / "one", runs / "two")
+    assert ">3 x 1,031<" in page and ">31<" in page and ">12.3 (11.9 to 12.8)<" in page
+    assert not any(absent in page for absent in ("1,017", "1,019", "1,234"))
 
 
 def test_a_resumed_run_is_said_to_have_been_resumed_and_at_which_step_it_is(runs: Path, run_script: RunScript) -> None:

@@ -34,7 +34,7 @@ from torchditan.run.reading import read_config
 from torchditan.weights import imported_run, shared
 from torchditan.weights.exported import export_weights
 from torchditan.weights.imported_run import run_of
-from torchditan.weights.model_card import Statements, escape
+from torchditan.weights.model_card import Facts, Statements, escape, model_card
 from torchditan.weights.public_config import is_private, public_config, training_command
 from torchditan.weights.share import share_model
 from torchditan.weights.shared import is_shared, open_shared
@@ -351,20 +351,17 @@ def test_the_card_quotes_only_an_evaluation_with_the_sampling_options_of_the_run
     assert "torchditan evaluate" in text and "accuracy_generated" not in text and "1,234" not in text
 
 
-def test_the_card_states_every_sampling_option_of_its_figures_and_only_public_tags(
-    run: Path, tmp_path: Path, run_script: RunScript
-) -> None:
-    copied = Path(shutil.copytree(run, tmp_path / "run"))
-    content = read_config(copied)
-    content["config"]["sampling"] |= {"guidance_interval": [0.25, 0.75], "negative_prompt": "/home/alice_tester/x"}
-    (copied / "config.json").write_text(json.dumps(content))
-    own = sampling_settings(from_dict(content["config"]).sampling)
-    write_card(copied / "evaluation/this", card(step=2, sampling=own, seeds=[4, 5, 6]))
-    assert run_script("torchditan", "share", copied, "shared", "--without_samples").code == 0
-    text = (tmp_path / "shared/README.md").read_text()
+def test_the_card_states_every_sampling_option_of_its_figures_and_only_public_tags(digits: Path) -> None:
+    manifest = json.loads((digits / "config.json").read_text())
+    manifest["config"]["sampling"]["guidance_interval"] = [0.25, 0.75]
+    own = sampling_settings(from_dict(manifest["config"]).sampling)
+    evaluation = card(step=2, seeds=[4, 5, 6], sampling={**own, "negative_prompt": "/home/alice_tester/x"})
+    about: dict[str, Any] = {"name": "secret_run", "command": None, "metrics": [], "evaluate": "", "has_other_evaluations": True}
+    drawn = dict.fromkeys(("is_imported", "has_samples", "has_diffusers"), False)
+    text = model_card(Facts(manifest, **about, evaluation=evaluation, **drawn), Statements())
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
     stated = {name.strip("`"): value for name, value in rows}
-    assert {f"sampling.{name}" for name in own} <= stated.keys()
+    assert {f"sampling.{name}" for name in own} <= stated.keys() and "guidance_interval" in own
     assert stated["sampling.guidance_interval"] == "0.25, 0.75" and stated["sampling.num_steps"] == "2"
     assert (stated["weights"], stated["seeds"]) == ("ema", "4, 5, 6") and "alice_tester" not in text
     (tags,) = (json.loads(line.removeprefix("tags:")) for line in text.splitlines() if line.startswith("tags:"))

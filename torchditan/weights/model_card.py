@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchditan.datasets import DATASETS
 from torchditan.evaluation.card import Card, settings_of
 from torchditan.evaluation.card_tables import columns, one_line, shown, table
-from torchditan.registry import DATASETS
 from torchditan.run.hub import is_name
 
 NOT_STATED = "not stated by whoever shared it"
