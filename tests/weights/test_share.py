@@ -356,9 +356,9 @@ def test_the_card_states_every_sampling_option_of_its_figures_and_only_public_ta
     manifest["config"]["sampling"]["guidance_interval"] = [0.25, 0.75]
     own = sampling_settings(from_dict(manifest["config"]).sampling)
     evaluation = card(step=2, seeds=[4, 5, 6], sampling={**own, "negative_prompt": "/home/alice_tester/x"})
-    about: dict[str, Any] = {"name": "secret_run", "command": None, "metrics": [], "evaluate": "", "has_other_evaluations": True}
-    drawn = dict.fromkeys(("is_imported", "has_samples", "has_diffusers"), False)
-    text = model_card(Facts(manifest, **about, evaluation=evaluation, **drawn), Statements())
+    about: dict[str, Any] = {"name": "secret_run", "command": None, "metrics": [], "evaluate": ""}
+    about |= dict.fromkeys(("has_other_evaluations", "is_imported", "has_samples", "has_diffusers"), False)
+    text = model_card(Facts(manifest, evaluation=evaluation, **about), Statements())
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
     stated = {name.strip("`"): value for name, value in rows}
     assert {f"sampling.{name}" for name in own} <= stated.keys() and "guidance_interval" in own
