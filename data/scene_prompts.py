@@ -32,7 +32,7 @@ NO_SHAPE = "none"
 _PALETTE = np.array(list(COLOURS.values()), dtype=np.float64)  # (colours, 3)
 _COLOUR_TOLERANCE = 60.0
 """Largest distance of a pixel's colour from the mixtures of a palette colour and the background, of 255."""
-_FAINTEST = 24.0
+_FAINTEST = 28.0
 """Smallest difference of an object from the background, of 255, as the mean over 3 x 3 pixels."""
 _SHAPE_TOLERANCE = 0.35
 """Largest difference of an object from the shape as it would be drawn, as a share of its area."""

@@ -120,7 +120,7 @@ def with_extra(
         (COLOURS["green"], 1.0),
         (COLOURS["red"], 0.4),  # of a colour of the prompt, but faint
         (COLOURS["blue"], 0.2),
-        (COLOURS["yellow"], 0.2),
+        (COLOURS["yellow"], 0.3),
         ((255, 255, 255), 1.0),  # outside the palette
         ((0, 0, 0), 0.2),
         ((0, 200, 220), 1.0),
