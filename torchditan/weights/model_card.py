@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchditan.datasets import DATASETS
 from torchditan.evaluation.card import Card, settings_of
 from torchditan.evaluation.card_tables import columns, one_line, shown, table
+from torchditan.registry import entry_name
 from torchditan.run.hub import is_name
 
 NOT_STATED = "not stated by whoever shared it"
@@ -147,9 +147,10 @@ def _front_matter(values: Mapping[str, Any]) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _dataset_tag(name: str) -> list[str]:
-    """The name of a dataset of ours. Names of plug-ins are of the user's code."""
-    return [name] if name in DATASETS else []
+def _dataset_tag(dataset: str) -> list[str]:
+    """The name of a dataset, without its options; none for code of the user, `module:name`."""
+    name = entry_name(dataset)
+    return [] if ":" in name else [name]
 
 
 def _model(config: Mapping[str, Any]) -> str:
