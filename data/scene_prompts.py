@@ -5,6 +5,7 @@ Notable:
 - half of the prompts are of seen pairs of colour and shape, half have a pair that training never showed;
 - a pixel belongs to a colour by its direction from the background, so edges that blend into it count too. A connected
   region of one colour is an object; its shape is the one that `coverage` draws most alike, at its area and centroid;
+- whatever else differs from the background, in another colour or faintly, is an object of no colour of the palette;
 - the prompts are the same for every run and every seed of the noise.
 """
 
@@ -24,11 +25,15 @@ from torchditan.evaluation.metric import MetricOfAllPictures, Pictures, share
 from torchditan.randomness import generator
 
 ATTRIBUTES = ("all", "count", "colour", "shape", "size", "relation")
+NO_COLOUR = "none"
+"""Colour of an object outside the palette, or one less than half as strong."""
 NO_SHAPE = "none"
 """Shape of an object that looks like none of `SHAPES`."""
 _PALETTE = np.array(list(COLOURS.values()), dtype=np.float64)  # (colours, 3)
 _COLOUR_TOLERANCE = 60.0
 """Largest distance of a pixel's colour from the mixtures of a palette colour and the background, of 255."""
+_FAINTEST = 28.0
+"""Smallest difference of an object from the background, of 255, as the mean over 3 x 3 pixels."""
 _SHAPE_TOLERANCE = 0.35
 """Largest difference of an object from the shape as it would be drawn, as a share of its area."""
 _SMALLEST = 0.3 * AREAS["small"]
@@ -82,8 +87,7 @@ class ScenePrompts(MetricOfAllPictures):
 
 
 def read_objects(picture: np.ndarray) -> list[Object]:
-    """The objects in a picture (H, H, 3) uint8, by colour. Those of no shape have `NO_SHAPE`."""
-    pixels = len(picture)
+    """The objects in a picture (H, H, 3) uint8, by colour. Those of no colour or shape have `NO_COLOUR`, `NO_SHAPE`."""
     background = np.median(picture.reshape(-1, 3), axis=0)  # objects cover less than half
     offsets = picture - background  # (H, H, 3)
     directions = _PALETTE - background  # (colours, 3)
@@ -91,18 +95,44 @@ def read_objects(picture: np.ndarray) -> list[Object]:
     distances = np.linalg.norm(offsets[:, :, None] - alphas[..., None] * directions, axis=-1)  # (H, H, colours)
     nearest = distances.argmin(-1)  # (H, H)
     found = []
+    others = np.ones_like(nearest, dtype=bool)  # (H, H): no object of the palette
     for number, colour in enumerate(COLOURS):
         alpha = np.where(distances[..., number] < _COLOUR_TOLERANCE, alphas[..., number], 0.0)
-        regions, count = ndimage.label((nearest == number) & (alpha > 0.5))
-        for region in range(1, count + 1):
-            covered = np.where(ndimage.binary_dilation(regions == region, np.ones((3, 3))), alpha, 0.0)
-            area = covered.sum() * (WIDTH / pixels) ** 2
-            if area < _SMALLEST:
-                continue
-            places = (np.arange(pixels) + 0.5) * WIDTH / pixels
-            x, y = (float(covered.sum(axis) @ places / covered.sum()) for axis in (0, 1))
-            found.append(Object(colour, _shape_of(covered, area=area, x=x, y=y), area, x, y))
+        for region in _regions((nearest == number) & (alpha > 0.5)):
+            one = _object(colour, region, alpha)
+            if one is not None:
+                found.append(one)
+                others &= ~_with_edges(region, pixels=2)  # two, for edges with a little blur
+    offsets = np.where(others[..., None], offsets, 0.0)
+    smooth = ndimage.uniform_filter(offsets, (3, 3, 1))
+    for region in _regions(np.linalg.norm(smooth, axis=-1) > _FAINTEST):
+        strongest = max(offsets[_with_edges(region)], key=np.linalg.norm)  # (3,)
+        one = _object(NO_COLOUR, region, (offsets @ strongest / (strongest @ strongest)).clip(0, 1))
+        if one is not None:
+            found.append(one)
     return found
+
+
+def _regions(mask: np.ndarray) -> list[np.ndarray]:
+    """The connected regions (H, H) of a mask."""
+    labels, count = ndimage.label(mask)
+    return [labels == number for number in range(1, count + 1)]
+
+
+def _with_edges(region: np.ndarray, *, pixels: int = 1) -> np.ndarray:
+    return ndimage.binary_dilation(region, np.ones((3, 3)), iterations=pixels)
+
+
+def _object(colour: str, region: np.ndarray, alpha: np.ndarray) -> Object | None:
+    """The object of a region and its edges, from the strength of its colour (H, H); None for a speck."""
+    pixels = len(alpha)
+    covered = np.where(_with_edges(region), alpha, 0.0)
+    area = covered.sum() * (WIDTH / pixels) ** 2
+    if area < _SMALLEST:
+        return None
+    places = (np.arange(pixels) + 0.5) * WIDTH / pixels
+    x, y = (float(covered.sum(axis) @ places / covered.sum()) for axis in (0, 1))
+    return Object(colour, _shape_of(covered, area=area, x=x, y=y), area, x, y)
 
 
 def _shape_of(covered: np.ndarray, *, area: float, x: float, y: float) -> str:

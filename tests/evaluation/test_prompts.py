@@ -18,7 +18,7 @@ from refusals import assert_refused, refused
 from scipy import ndimage
 
 from torchditan.datasets.scene_prompts import ATTRIBUTES, NO_SHAPE, ScenePrompts, read_objects, score
-from torchditan.datasets.scenes import AREAS, Object, Scene, draw_objects, random_grey
+from torchditan.datasets.scenes import AREAS, COLOURS, Object, Scene, coverage, draw_objects, random_grey
 from torchditan.evaluation.card import card_figure, read_card
 from torchditan.evaluation.drawing import plan_prompts
 from torchditan.evaluation.evaluator import Evaluator, RealImages
@@ -75,7 +75,7 @@ def test_places_and_areas_are_read(pixels: int) -> None:
 
 def test_a_little_noise_and_blur_change_nothing_and_more_of_it_does() -> None:
     noise = np.random.default_rng(0).normal(size=(32, 32, 3))
-    assert share_right(lambda picture: picture + 12 * noise) == 1
+    assert share_right(lambda picture: picture + 16 * noise) == 1
     assert share_right(lambda picture: ndimage.gaussian_filter(picture, (0.4, 0.4, 0))) == 1
     assert share_right(lambda picture: ndimage.gaussian_filter(picture, (2.0, 2.0, 0))) < 0.1
     uniform = np.random.default_rng(0).uniform(0, 255, (32, 32, 3))
@@ -103,6 +103,40 @@ def test_a_little_noise_and_blur_change_nothing_and_more_of_it_does() -> None:
 def test_each_mistake_is_found_and_no_other(objects: list[Object], wrong: set[str], pixels: int) -> None:
     expected = {**ALL_RIGHT, **dict.fromkeys(wrong, 0.0), "all": float(not wrong)}
     assert scores_of(objects, pixels=pixels) == expected
+
+
+def with_extra(
+    colour: tuple[int, int, int], strength: float, *, area: float = 20.0, place: tuple[float, float] = (26.0, 26.0)
+) -> np.ndarray:
+    """`OBJECTS`, which are all right for `PROMPT`, and a circle of another colour."""
+    picture = draw_objects(OBJECTS, grey=210.0, pixels=32).astype(float)
+    covered = coverage("circle", area, *place, pixels=32)[..., None] * strength
+    return (picture + covered * (np.array(colour) - picture)).round().astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("colour", "strength"),
+    [
+        (COLOURS["green"], 1.0),
+        (COLOURS["red"], 0.4),  # of a colour of the prompt, but faint
+        (COLOURS["blue"], 0.2),
+        (COLOURS["yellow"], 0.3),
+        ((255, 255, 255), 1.0),  # outside the palette
+        ((0, 0, 0), 0.2),
+        ((0, 200, 220), 1.0),
+        ((0, 200, 220), 0.2),
+        ((170, 170, 170), 1.0),
+    ],
+)
+def test_whatever_is_not_background_is_an_object(colour: tuple[int, int, int], strength: float) -> None:
+    scores = score(Scene.parse(PROMPT), read_objects(with_extra(colour, strength)))
+    assert (scores["all"], scores["count"], scores["colour"]) == (0, 0, 0)
+    assert (scores["shape"], scores["size"], scores["relation"]) == (1, 1, 0), "it is a small circle below the square"
+
+
+def test_an_object_of_another_colour_that_touches_a_right_one_counts() -> None:
+    picture = with_extra((0, 200, 220), 1.0, area=60.0, place=(23.2, 22.0))
+    assert score(Scene.parse(PROMPT), read_objects(picture))["all"] == 0
 
 
 def test_the_right_colours_and_shapes_in_wrong_pairs_are_not_all_right() -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation import inception, quality
+from torchditan.evaluation.card import card_figures
+from torchditan.evaluation.card_tables import interval_text
 from torchditan.evaluation.distances import frechet_distance, gaussian_of
 from torchditan.evaluation.efficientnet_lite import PACKAGE, open_effnet
 from torchditan.evaluation.extractors import GROUP, CachedFeatures, Extractor, Features
@@ -90,7 +92,7 @@ def test_figures_are_those_of_the_features_with_their_names_and_halves() -> None
         expected, _ = compare_with_halves(generated.pool[order[half::2]], train.pool)
         assert [results[f"{name}-Pixels"].halves[half] for name in names] == pytest.approx(list(expected))
     floor = results["held-out FD-Pixels"]
-    assert floor == (pytest.approx(distance(held_out.pool), rel=1e-9), 20, None, "Pixels", None)
+    assert floor == (pytest.approx(distance(held_out.pool), rel=1e-9), 20, None, "Pixels", None, None)
     assert 0 <= results["copies: closest 1%-Pixels"].value <= results["copies: closer than held-out-Pixels"].value
 
 
@@ -140,6 +142,22 @@ def test_few_images_have_figures_without_halves() -> None:
     assert results["FD-Pixels"].halves is None
     assert results["KID-Pixels"].halves is not None
     assert results["precision-Pixels"].halves is not None
+
+
+@pytest.mark.parametrize("held_out", [19, 20])
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_fewer_than_20_held_out_images_give_the_copy_check_no_interval(held_out: int, seeds: int) -> None:
+    real = pictures_of(random_images(50, seed=0), "train") + pictures_of(random_images(held_out, seed=1), "held_out")
+    found = [
+        quality_of(real + pictures_of(random_images(24, seed=2 + seed), "generated")).compute() for seed in range(seeds)
+    ]
+    figures, _ = card_figures(found, num_images=24)
+    distance = figures["copies: distance-Pixels"]
+    assert (distance.low is None, distance.high is None) == (held_out < 20,) * 2 and distance.value is not None
+    for name in COPIES[:3]:
+        one = figures[f"{name}-Pixels"]
+        assert ("19 held-out images" in interval_text(one)) == (held_out < 20) and one.value is not None
+    assert figures["KID-Pixels"].low is not None
 
 
 def test_without_held_out_images_the_copy_check_says_so() -> None:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny_runs
+from cards import card
 from headless_browser import CHROMIUM, open_browser
 from PIL import Image
 from refusals import assert_refused
 
+from torchditan.evaluation.card import ImageSet
+from torchditan.evaluation.card_tables import write_card
 from torchditan.report import run_page
 
 if TYPE_CHECKING:
@@ -89,6 +92,22 @@ def test_a_run_has_one_page_in_its_folder(runs: Path, run_script: RunScript) -> 
     changed = page[page.index("Differs from the default") : page.index("<details>", page.index("Differs from"))]
     assert ">optimizer.lr<" in changed and ">optimizer.beta1<" not in changed
     assert ">optimizer.beta1<" in page
+
+
+def test_the_newest_evaluation_is_shown(runs: Path, run_script: RunScript) -> None:
+    """By the time in the card, whatever its folder is called."""
+    for name, day, steps in (("a", "23", 17), ("b", "25", 31), ("c", "24", 19)):
+        one = card(
+            created=f"2026-11-{day}T09:00:00+00:00", step=4, num_samples=1000 + steps, sampling={"num_steps": steps}
+        )
+        write_card(runs / "one/evaluation" / name, one)
+    (runs / "one/evaluation/b/card.json").rename(runs / "one/evaluation/card.json")  # wherever it lies
+    write_card(runs / "one/evaluation/file", card(created="2999", images=ImageSet("file", "x.npz"), num_samples=1234))
+    (runs / "one/evaluation/damaged").mkdir()
+    (runs / "one/evaluation/damaged/card.json").write_text("{")
+    page = page_of(run_script, runs / "one", runs / "two")
+    assert ">3 x 1,031<" in page and ">31<" in page and ">12.3 (11.9 to 12.8)<" in page
+    assert not any(absent in page for absent in ("1,017", "1,019", "1,234"))
 
 
 def test_a_resumed_run_is_said_to_have_been_resumed_and_at_which_step_it_is(runs: Path, run_script: RunScript) -> None:

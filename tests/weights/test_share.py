@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,18 @@ from safetensors.torch import load_file, save_file
 from torchditan import load
 from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import to_dict
+from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config
+from torchditan.evaluation.card import read_card, sampling_settings
 from torchditan.evaluation.card_tables import write_card
 from torchditan.latents.index import read_index
 from torchditan.latents.shards import LatentShards
 from torchditan.run.atomic_files import sha256_of
+from torchditan.run.reading import read_config
 from torchditan.weights import imported_run, shared
 from torchditan.weights.exported import export_weights
 from torchditan.weights.imported_run import run_of
-from torchditan.weights.model_card import Statements, escape
+from torchditan.weights.model_card import Facts, Statements, escape, model_card
 from torchditan.weights.public_config import is_private, public_config, training_command
 from torchditan.weights.share import share_model
 from torchditan.weights.shared import is_shared, open_shared
@@ -312,17 +315,57 @@ def test_two_processes_import_one_run(digits: Path, tmp_path: Path, monkeypatch:
 
 def test_the_card_has_the_figures_of_the_same_step(run: Path, tmp_path: Path, run_script: RunScript) -> None:
     copied = Path(shutil.copytree(run, tmp_path / "run"))
-    write_card(copied / "evaluation/other", card(step=600, num_samples=1234))
-    write_card(copied / "evaluation/raw", card(step=2, weights="raw", num_samples=1234))
+    own = sampling_settings(from_dict(read_config(copied)["config"]).sampling)
+    write_card(copied / "evaluation/other", card(step=600, num_samples=1234, sampling=own))
+    write_card(copied / "evaluation/raw", card(step=2, weights="raw", num_samples=1234, sampling=own))
     with (copied / "metrics.jsonl").open("a") as file:  # two steps later, after the weights were saved
         file.write(json.dumps({"step": 4, "elapsed_s": 9 * 3600}) + "\n")
-    write_card(copied / "evaluation/this", card(step=2, created="2020-01-01T00:00:00+00:00"))
+    write_card(copied / "evaluation/this", card(step=2, created="2020-01-01T00:00:00+00:00", sampling=own))
     done = run_script("torchditan", "share", copied, "shared", "--without_samples")
     assert done.code == 0 and "outputs/quickstart" not in (tmp_path / "shared/README.md").read_text()
     text = (tmp_path / "shared/README.md").read_text()
     assert "95% interval" in text and "samples.png" not in text and "3 x 2,600 samples" in text and "1,234" not in text
     assert "- time:" in text and "9.0 hours" not in text
     assert not (tmp_path / "shared/samples.png").exists()
+
+
+def test_the_card_quotes_only_an_evaluation_with_the_sampling_options_of_the_run(
+    run: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    few = ["--num_samples=8", "--batch_size=8", "--metrics=classifier", "--epochs=1"]
+    done = run_script("torchditan", "evaluate", copied, *few, "--out=run/evaluation/own")
+    assert done.code == 0, done.err
+    own = read_card(copied / "evaluation/own")
+    for name, value in (("guidance_interval", [0.0, 0.5]), ("num_steps", 3), ("negative_prompt", "blurry")):
+        newer = replace(own, sampling={**own.sampling, name: value}, created="2999-01-01T00:00:00+00:00")
+        write_card(copied / f"evaluation/{name}", replace(newer, num_samples=1234))
+    assert run_script("torchditan", "share", copied, "shared", "--without_samples").code == 0
+    text = (tmp_path / "shared/README.md").read_text()
+    assert "accuracy_generated" in text and "8 samples" in text and "1,234" not in text
+
+    shutil.rmtree(copied / "evaluation/own")
+    done = run_script("torchditan", "share", copied, "none", "--without_samples")
+    assert done.code == 0 and "torchditan evaluate" in done.out + done.err
+    text = (tmp_path / "none/README.md").read_text()
+    assert "torchditan evaluate" in text and "accuracy_generated" not in text and "1,234" not in text
+
+
+def test_the_card_states_every_sampling_option_of_its_figures_and_only_public_tags(digits: Path) -> None:
+    manifest = json.loads((digits / "config.json").read_text())
+    manifest["config"]["sampling"]["guidance_interval"] = [0.25, 0.75]
+    own = sampling_settings(from_dict(manifest["config"]).sampling)
+    evaluation = card(step=2, seeds=[4, 5, 6], sampling={**own, "negative_prompt": "/home/alice_tester/x"})
+    about: dict[str, Any] = {"name": "secret_run", "command": None, "metrics": [], "evaluate": ""}
+    about |= dict.fromkeys(("has_other_evaluations", "is_imported", "has_samples", "has_diffusers"), False)
+    text = model_card(Facts(manifest, evaluation=evaluation, **about), Statements())
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    stated = {name.strip("`"): value for name, value in rows}
+    assert {f"sampling.{name}" for name in own} <= stated.keys() and "guidance_interval" in own
+    assert stated["sampling.guidance_interval"] == "0.25, 0.75" and stated["sampling.num_steps"] == "2"
+    assert (stated["weights"], stated["seeds"]) == ("ema", "4, 5, 6") and "alice_tester" not in text
+    (tags,) = (json.loads(line.removeprefix("tags:")) for line in text.splitlines() if line.startswith("tags:"))
+    assert tags == ["diffusion-transformer", "unconditional-image-generation", "digits"]
 
 
 def test_mistakes_in_sharing_are_one_line(run: Path, tmp_path: Path, run_script: RunScript) -> None:

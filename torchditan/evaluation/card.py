@@ -59,9 +59,9 @@ class CardFigure:
     high: float | None
     """Ends of the interval; None without one."""
     interval: str | None
-    """What the interval covers: "sampling only: 95%, 3 seeds"."""
+    """What the interval covers: "sampling only: 95%, 3 seeds"; or why there is none."""
     num_images: int
-    """Generated images of each seed."""
+    """Generated images of each seed; the smallest number, if the seeds differ."""
     extractor: str | None
     """Network whose features it compares."""
     per_seed: list[float | None]
@@ -278,6 +278,19 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
     raise _DamagedError(f"{name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: must be {right}")
 
 
+def cards_of_run(run: Path) -> list[Card]:
+    """The evaluations of a run's samples that can be read, the newest first."""
+    cards = []
+    for file in run.glob(f"evaluation/**/{CARD_FILE}"):
+        try:
+            card = read_card(file)
+        except ConfigError:  # damaged, or of another version
+            continue
+        if card.images is None:
+            cards.append(card)
+    return sorted(cards, key=lambda card: (card.created, card.step or 0), reverse=True)
+
+
 # Settings
 
 
@@ -394,17 +407,16 @@ def t_quantile(degrees: int) -> float:
 def card_figure(figures: Sequence[Figure]) -> CardFigure:
     """One figure of all sampling seeds. Its interval covers the choice of noise and classes, and no retraining.
 
-    Two or more seeds give the 95% interval of their mean. One seed gives the figure's own interval, or else half of the
-    difference between the halves of its images. For halves a and b, |a - b| / 2 estimates the standard error of
-    (a + b) / 2 with one degree of freedom: the interval covers the mean over many seeds with a probability of 50%, and
-    can be narrow by chance. Fréchet distances of halves are higher than that of all images, but by the same amount, so
-    it cancels.
+    A figure with `no_interval` gets none. Two or more seeds give the 95% interval of their mean. One seed gives the
+    figure's own interval, or else half of the difference between the halves of its images. For halves a and b,
+    |a - b| / 2 estimates the standard error of (a + b) / 2 with one degree of freedom: the interval covers the mean
+    over many seeds with a probability of 50%, and can be narrow by chance. Fréchet distances of halves are higher than
+    that of all images, but by the same amount, so it cancels.
 
     Args:
-        figures: the same figure of each seed, of equally many images.
+        figures: the same figure of each seed.
     """
     first = figures[0]
-    assert all(figure.num_images == first.num_images for figure in figures), figures
     values = [figure.value for figure in figures]
     value: float | None = None
     half_width: float | None = None
@@ -412,7 +424,9 @@ def card_figure(figures: Sequence[Figure]) -> CardFigure:
     label = None
     if all(map(math.isfinite, values)):
         value = statistics.fmean(values) if len(set(values)) > 1 else values[0]
-        if len(values) == 1 and first.interval is not None:
+        if first.no_interval is not None:
+            label = first.no_interval
+        elif len(values) == 1 and first.interval is not None:
             ends = first.interval
             label = "sampling only: 95%, one seed"
         elif len(values) == 1 and first.halves is not None:
@@ -432,7 +446,7 @@ def card_figure(figures: Sequence[Figure]) -> CardFigure:
         low=None if ends is None else ends[0],
         high=None if ends is None else ends[1],
         interval=label,
-        num_images=first.num_images,
+        num_images=min(figure.num_images for figure in figures),
         extractor=first.extractor,
         per_seed=[value if math.isfinite(value) else None for value in values],
     )

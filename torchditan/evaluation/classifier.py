@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,9 +34,10 @@ class ClassifierAccuracy(MetricOfAllPictures):
                 raise ConfigError(f"metric classifier: needs {name}, and the dataset has none; choose other metrics")
 
     def compute(self) -> dict[str, Any]:
-        """All in 0..1: `accuracy_generated` (the mean of `per_class`), `accuracy_held_out_real`, `chance`, `per_class`.
+        """All in 0..1: `accuracy_generated`, `accuracy_held_out_real`, `chance` and, of samples, `per_class`.
 
-        The halves have every second image of each class. Classes without generated images are left out.
+        Both accuracies are means over the classes that have generated and held-out images: each class counts equally,
+        however many images it has. The halves have every second image of each class.
         """
         names = self.evaluation.class_names
         epochs, seed = self.evaluation.epochs, self.evaluation.seed
@@ -43,21 +46,20 @@ class ClassifierAccuracy(MetricOfAllPictures):
             classifier = train_classifier(
                 images, labels, num_classes=len(names), epochs=epochs, seed=seed, advance=advance
             )
-        labels, held_out_labels = self.labels("generated"), self.labels("held_out")
-        total = len(labels) + len(held_out_labels)
+        of_class: dict[Source, dict[int, Tensor]] = {}
+        total = len(self.labels("generated")) + len(self.labels("held_out"))
         with report_progress("classifying images", total=total, unit="images") as advance:
-            correct = is_recognised(classifier, self.images("generated"), labels, advance=advance)
-            held_out = is_recognised(classifier, self.images("held_out"), held_out_labels, advance=advance)
-        of_class = {name: correct[labels == label] for label, name in enumerate(names) if (labels == label).any()}
-        halves = None
-        if all(len(rows) > 1 for rows in of_class.values()):
-            even, odd = (mean_over_classes([rows[start::2] for rows in of_class.values()]) for start in range(2))
-            halves = (even, odd)
+            for source in ("generated", "held_out"):
+                labels = self.labels(source)
+                correct = is_recognised(classifier, self.images(source), labels, advance=advance)
+                of_class[source] = {label: correct[labels == label] for label in labels.unique().tolist()}
+        generated, held_out = of_class["generated"], of_class["held_out"]
+        compared = sorted(generated.keys() & held_out.keys())
         return {
-            "accuracy_generated": Figure(mean_over_classes(list(of_class.values())), len(correct), halves),
-            "accuracy_held_out_real": Figure(held_out.mean().item(), len(held_out)),
+            "accuracy_generated": class_mean([generated[label] for label in compared], with_halves=True),
+            "accuracy_held_out_real": class_mean([held_out[label] for label in compared]),
             "chance": 1 / len(names),
-            "per_class": {name: rows.mean().item() for name, rows in of_class.items()},
+            "per_class": {names[label]: rows.mean().item() for label, rows in generated.items()},
         }
 
 
@@ -133,6 +135,18 @@ def is_recognised(
     return (torch.cat(predictions) == labels).double()
 
 
-def mean_over_classes(correct: list[Tensor]) -> float:
-    """The mean of the classes' means."""
-    return torch.stack([rows.mean() for rows in correct]).mean().item()
+def class_mean(correct: list[Tensor], *, with_halves: bool = False) -> Figure:
+    """The mean of the means of each class, NaN of no class.
+
+    Args:
+        correct: 0 or 1 for each image (N,) of each class.
+        with_halves: also of every second image from the first and from the second on, if each class has two.
+    """
+
+    def mean(classes: list[Tensor]) -> float:
+        return statistics.fmean(rows.mean().item() for rows in classes) if classes else math.nan
+
+    halves = None
+    if with_halves and all(len(rows) > 1 for rows in correct):
+        halves = (mean([rows[0::2] for rows in correct]), mean([rows[1::2] for rows in correct]))
+    return Figure(mean(correct), sum(map(len, correct)), halves)

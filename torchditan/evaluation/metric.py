@@ -72,6 +72,8 @@ class Figure(NamedTuple):
     """Network whose features it compares."""
     interval: tuple[float, float] | None = None
     """95% interval, if one set of images gives it."""
+    no_interval: str | None = None
+    """Why there is no interval, however many samples and seeds."""
 
 
 def share(count: int, total: int) -> Figure:

@@ -78,6 +78,8 @@ from torchditan.run.progress import report_progress
 
 READ_AT_A_TIME = 256
 """Images of a reference file in one batch of the cache."""
+FEWEST_HELD_OUT = 20
+"""Held-out images for an interval of the copy check: it covers the choice of samples, and not that of so few images."""
 
 
 @dataclass(frozen=True)
@@ -311,12 +313,16 @@ class Quality:
             self._held_out_distances = nearest_distances(self._pool("held_out"), training)[0].cpu()
         held_out = self._held_out_distances.to(self.extractor.device)
         distances, _ = nearest_distances(pool, training)
-        return {
+        figures = {
             "copies: closer than held-out": with_halves(lambda part: share_closer(part, held_out), distances),
             "copies: closest 1%": with_halves(lambda part: share_very_close(part, held_out), distances),
             "copies: distance": with_halves(lambda part: part.median().item(), distances),
             "copies: held-out distance": Figure(held_out.median().item(), len(held_out)),
         }
+        if len(held_out) >= FEWEST_HELD_OUT:
+            return figures
+        why = f"not given: {len(held_out)} held-out images, fewer than {FEWEST_HELD_OUT}"
+        return {name: figure._replace(no_interval=why) for name, figure in figures.items()}
 
     def _open_reference(self) -> Reference:
         if self._reference is None:

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The page of one run, or of several side by side: losses, speed, memory, samples over time, settings.
+"""The page of one run, or of several side by side: losses, speed, memory, samples over time, evaluation, settings.
 
 Notable:
 - The page is one file. Its plots and pictures are inside it, so it can be sent to others.
@@ -17,6 +17,8 @@ from typing import Any
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import options
+from torchditan.evaluation.card import Card, CardFigure, cards_of_run
+from torchditan.evaluation.card_tables import interval_text, ordered_names, value_text
 from torchditan.report import plots
 from torchditan.report.compare import Run, Setting, differing_settings, read_runs
 from torchditan.report.compare_page import KINDS, state_name, state_text, steps_text
@@ -81,7 +83,10 @@ def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[s
 
 
 def run_page(runs: Sequence[Run]) -> Page:
-    sections = (_summary, _differences, _loss, _samples, _loss_by_timestep, _optimization, _speed, _configuration)
+    sections = (
+        *(_summary, _differences, _loss, _samples, _evaluation, _loss_by_timestep),
+        *(_optimization, _speed, _configuration),
+    )
     names = ", ".join(run.label for run in runs)
     return Page(
         title=f"Run {names}" if len(runs) == 1 else f"{count(len(runs), 'run')}: {names}",
@@ -296,6 +301,33 @@ def _samples(runs: Sequence[Run]) -> Section:
         "Large pictures are scaled down." if is_smaller else "",
     ]
     return Section("Samples over time", [Slider(frames)], " ".join(filter(None, notes)))
+
+
+def _evaluation(runs: Sequence[Run]) -> Section:
+    """The newest card of each run."""
+    cards = [next(iter(cards_of_run(run.path)), None) for run in runs]
+    found = [card for card in cards if card is not None]
+    about: dict[str, Callable[[Card], str]] = {
+        "evaluated, UTC": lambda card: card.created[:16].replace("T", " "),
+        "step": lambda card: f"{card.step:,}" if card.step is not None else UNKNOWN,
+        "weights": lambda card: card.weights or UNKNOWN,
+        "samples": lambda card: f"{len(card.seeds)} x {card.num_samples:,}",
+    }
+    rows = [[name, *(value(card) if card else "" for card in cards)] for name, value in about.items()]
+    for name in dict.fromkeys(name for card in found for name in card.sampling):
+        values = [_shortened(setting_value(card.sampling.get(name))) if card else "" for card in cards]
+        rows.append([f"sampling.{name}", *values])
+    for name in ordered_names({name: figure for card in found for name, figure in card.figures.items()}):
+        rows.append([name, *(_figure(card.figures.get(name)) if card else "" for card in cards)])
+    note = "The newest evaluation in evaluation/. Values in brackets are the ends of the interval."
+    return Section("Evaluation", [Table(["", *(run.label for run in runs)], rows)] if found else [], note)
+
+
+def _figure(figure: CardFigure | None) -> str:
+    if figure is None:
+        return "not measured"
+    interval = interval_text(figure)
+    return value_text(figure) + ("" if interval == "none" else f" ({interval})")
 
 
 def _chosen_steps(runs: Sequence[Run]) -> list[int]:

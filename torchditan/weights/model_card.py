@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchditan.evaluation.card import Card
-from torchditan.evaluation.card_tables import columns, table
+from torchditan.evaluation.card import Card, settings_of
+from torchditan.evaluation.card_tables import columns, one_line, shown, table
+from torchditan.registry import entry_name
 from torchditan.run.hub import is_name
 
 NOT_STATED = "not stated by whoever shared it"
 _CLASSES_SHOWN = 50
+_EVALUATION = ("weights", "ema_decay", "ema_width", "seeds", "class_balance", "rounding", "batch_size", "precision")
+"""Settings of a card, besides its sampling options, that the card of a model states."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Facts:
     metrics: Sequence[Mapping[str, Any]]
     """Records of metrics.jsonl up to the step of the weights."""
     evaluation: Card | None
+    """The newest one of these weights with the sampling options in `manifest`."""
+    evaluate: str
+    """The command that makes one."""
+    has_other_evaluations: bool
+    """Whether there are evaluations of these weights with other sampling options."""
     is_imported: bool
     has_samples: bool
     has_diffusers: bool
@@ -60,11 +68,12 @@ def model_card(facts: Facts, statements: Statements) -> str:
     title = statements.repository.split("/")[1] if statements.repository else facts.name
     takes_prompts = config["model"]["text"] is not None or config["dataset"]["dataset_name"] == "captions"
     hub_name = config["dataset"]["hub_name"]
+    task = "text-to-image" if takes_prompts else "unconditional-image-generation"
     front = {
         "library_name": "torchditan",
         "license": statements.license,
-        "pipeline_tag": "text-to-image" if takes_prompts else "unconditional-image-generation",
-        "tags": ["diffusion", "diffusion-transformer", config["diffusion"]["objective"]],
+        "pipeline_tag": task,
+        "tags": ["diffusion-transformer", task, *_dataset_tag(config["dataset"]["dataset_name"])],
         "datasets": [hub_name] if hub_name and is_name(hub_name) else None,
     }
     size = "x".join(map(str, config["dataset"]["image_size"] or ()))
@@ -78,7 +87,7 @@ def model_card(facts: Facts, statements: Statements) -> str:
         _opening(place or "FOLDER", is_placeholder=place is None, num_classes=len(manifest["class_names"])),
         _data(facts, statements),
         _training(facts),
-        _figures(facts.evaluation),
+        _figures(facts),
         _licences(statements),
         _limits(facts),
     ]
@@ -97,7 +106,7 @@ def latents_card(
         has_autoencoder: whether the folder has the autoencoder that decodes them.
     """
     place = f"hub:{statements.repository}" if statements.repository else "FOLDER"
-    front = {"license": statements.license, "tags": ["torchditan", "latents"]}
+    front = {"license": statements.license, "tags": ["latents", *_dataset_tag(index["dataset"])]}
     rows = [[split, f"{count:,}"] for split, count in splits.items()]
     autoencoder = index["autoencoder"]
     origin = "in the folder `autoencoder/`" if has_autoencoder else f"`{autoencoder['path'] or autoencoder['name']}`"
@@ -136,6 +145,12 @@ def _front_matter(values: Mapping[str, Any]) -> str:
     """YAML; JSON writes its texts and lists in a form that YAML reads."""
     lines = [f"{name}: {json.dumps(value)}" for name, value in values.items() if value]
     return "\n".join(["---", *lines, "---"])
+
+
+def _dataset_tag(dataset: str) -> list[str]:
+    """The name of a dataset, without its options; none for code of the user, `module:name`."""
+    name = entry_name(dataset)
+    return [] if ":" in name else [name]
 
 
 def _model(config: Mapping[str, Any]) -> str:
@@ -225,17 +240,32 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
-def _figures(card: Card | None) -> str:
+def _figures(facts: Facts) -> str:
+    card = facts.evaluation
     if card is None:
-        return "## Figures\n\nThese weights were not evaluated (`torchditan evaluate` does)."
+        found = "evaluated only with other sampling options than those of the run"
+        return (
+            f"## Figures\n\nThese weights were {found if facts.has_other_evaluations else 'not evaluated'}: no figures."
+            f" `{facts.evaluate}` computes them."
+        )
     seeds = f"{len(card.seeds)} x " if len(card.seeds) > 1 else ""
-    sampling = card.sampling
-    how = f"{seeds}{card.num_samples:,} samples, {sampling.get('sampler')} {sampling.get('num_steps')} steps"
-    if "guidance_scale" in sampling:
-        how += f", guidance {sampling['guidance_scale']:g}"
     against = {"train": "training images", "held_out": "held-out images", "file": "a file of reference images"}
-    how += "" if card.reference is None else f", against {against[card.reference.source]}"
-    return f"## Figures\n\n{table(card)}\n\n{how}. Training again with another seed changes them further."
+    how = "" if card.reference is None else f", against {against[card.reference.source]}"
+    public = facts.manifest["config"]["sampling"]
+    settings = {name: value for name, value in settings_of(card).items() if name in _EVALUATION}
+    settings |= {
+        f"sampling.{name}": value if value == public[name] else "not public" for name, value in card.sampling.items()
+    }
+    rows = [[f"`{name}`", one_line(shown(name, value)) or "none"] for name, value in settings.items()]
+    return "\n\n".join(
+        [
+            "## Figures",
+            table(card),
+            f"{seeds}{card.num_samples:,} samples{how}. Training again with another seed changes them further.",
+            "All options that change the figures:",
+            columns(["option", "value"], rows),
+        ]
+    )
 
 
 def _licences(statements: Statements) -> str:

@@ -19,7 +19,8 @@ import torch
 
 from torchditan.autoencoders import kind_of
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.evaluation.card import CARD_FILE, Card, read_card
+from torchditan.config.loader import from_dict
+from torchditan.evaluation.card import cards_of_run, sampling_settings
 from torchditan.evaluation.grid_picture import save_grid, stills
 from torchditan.evaluation.sampler import SampleRows
 from torchditan.run import provenance
@@ -112,12 +113,24 @@ def share_model(
                 raise ConfigError(f"{error}; or leave the picture out with --without_samples") from None
             has_samples = missing is None
             notes += [f"no {SAMPLES_FILE}: {missing}"] if missing else []
+        cards = [] if run is None else cards_of_run(run)
+        evaluations = [card for card in cards if (card.step, card.weights) == (stored.step, stored.weights)]
+        own_sampling = sampling_settings(from_dict(stored.config).sampling)
+        evaluation = next((card for card in evaluations if card.sampling == own_sampling), None)
+        evaluate = f"torchditan evaluate RUN --step {stored.step} --weights {stored.weights}"
+        if evaluations and evaluation is None:
+            notes.append(
+                "no figures: these weights were evaluated only with other [sampling] options than those of the run; "
+                f"{evaluate} computes them"
+            )
         facts = Facts(
             manifest,
             name=folder.resolve().name,
             command=training_command(content),
             metrics=[] if run is None else _metrics(run, stored.step),
-            evaluation=None if run is None else newest_card(run, stored),
+            evaluation=evaluation,
+            evaluate=evaluate,
+            has_other_evaluations=bool(evaluations),
             is_imported="imported" in content,
             has_samples=has_samples,
             has_diffusers=left_out is None,
@@ -136,19 +149,6 @@ def refuse_existing(folder: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
     if not is_shared(folder):
         raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
-
-
-def newest_card(run: Path, stored: StoredWeights) -> Card | None:
-    """The newest evaluation of these weights; None if there is none."""
-    cards = []
-    for file in run.glob(f"evaluation/**/{CARD_FILE}"):
-        try:
-            card = read_card(file)
-        except ConfigError:  # damaged, or of another version
-            continue
-        if card.step == stored.step and card.weights == stored.weights and card.images is None:
-            cards.append(card)
-    return max(cards, key=lambda card: card.created, default=None)
 
 
 def _manifest(public: StoredWeights, content: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
