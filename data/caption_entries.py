@@ -182,4 +182,4 @@ def read_bytes(content: Encoded, *, where: str) -> bytes:
         with content.open() as file:
             return file.read()
     except OSError as error:
-        raise corrupt_image(where, error.strerror or str(error), can_skip=False) from error
+        raise corrupt_image(where, error.strerror or str(error)) from error

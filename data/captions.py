@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
+from torchditan.config.errors import option_error, some
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
 from torchditan.datasets.caption_entries import Entry, File, Frames, Source, read_bytes
@@ -78,6 +78,7 @@ class CaptionedImages(ImageDataset):
         self.bucket_numbers = np.array(self._choose_buckets(), dtype=np.int64)
         """(number of entries,) the index in `buckets` of each entry."""
         self.sample_shape = self._shape(self.most_common)
+        entries = self.entries  # without those that were left out
         self.places = np.repeat(np.arange(len(entries)), [entry.repeats for entry in entries])
         """(number of items,) the index in `entries` of each item."""
         self._texts = [
@@ -90,27 +91,32 @@ class CaptionedImages(ImageDataset):
         """The entries of each split, as far as they were read."""
 
     def _choose_buckets(self) -> list[int]:
-        found: list[int | None] = []
-        errors: list[str] = []
+        """The bucket of each entry. Unreadable entries stop the run, or are left out (`dataset.corrupt_images`)."""
+        found: dict[str, int] = {}
+        errors: list[CorruptImageError] = []
+        skips = self.config.corrupt_images == "skip"
         for entry in self.entries:
             try:
                 size = read_size(entry, is_video=self.config.num_frames is not None)
+                number = nearest_bucket(size, self.buckets)
+                if skips:  # whole, because an encoder needs every sample
+                    self._load(entry, self._shape(number))
             except CorruptImageError as error:
-                errors.append(str(error))
-                found.append(None)
+                errors.append(error)
                 continue
-            number = nearest_bucket(size, self.buckets)
             if not self.config.upscale:
                 self._refuse_small(entry, size, self.buckets[number])
-            found.append(number)
-        if errors and self.config.corrupt_images == "error":
-            raise CorruptImageError("; ".join(errors))
-        counts = Counter(number for number in found if number is not None)
-        if not counts:
+            found[entry.name] = number
+        if errors and not skips:
+            raise CorruptImageError("; ".join(map(str, errors)))
+        if not found:
             raise option_error("dataset.dataset_name", self.name, "has no readable image")
+        if errors:
+            self.reading = [f"unreadable, left out: {some((error.named for error in errors), most=10)}"]
+        self.entries = [entry for entry in self.entries if entry.name in found]
+        counts = Counter(found.values())
         self.most_common = min(counts, key=lambda number: (-counts[number], number))
-        # An unreadable image has no size. When it is read, another image of the bucket replaces it.
-        return [self.most_common if number is None else number for number in found]
+        return list(found.values())
 
     def _refuse_small(self, entry: Entry, size: Size, bucket: Size) -> None:
         if size[0] < bucket[0] or size[1] < bucket[1]:
@@ -205,14 +211,15 @@ class CaptionedImages(ImageDataset):
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        entry, shape, crop = self.entries[self.places[index]], self.shape_of(index), self.config.crop
-        if self.config.num_frames is None:
-            (content,) = _files(entry)
-            data = read_bytes(content, where=entry.name)
-            sample = load_sample(data, sample_shape=shape, where=entry.name, crop=crop, can_skip=False)
-        else:
-            sample = _read_video(entry, sample_shape=shape, crop=crop)
+        sample = self._load(self.entries[self.places[index]], self.shape_of(index))
         return {"sample": torch.from_numpy(sample), "caption": self.captions[index]}
+
+    def _load(self, entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
+        if self.config.num_frames is not None:
+            return _read_video(entry, sample_shape=shape, crop=self.config.crop)
+        (content,) = _files(entry)
+        data = read_bytes(content, where=entry.name)
+        return load_sample(data, sample_shape=shape, where=entry.name, crop=self.config.crop)
 
 
 def _size_of(entry: Entry) -> int:
@@ -231,7 +238,7 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
         CorruptImageError: it cannot be read, or the end of an image file is missing.
     """
     if isinstance(entry.content, File) and not is_video and (damage := damage_of(str(entry.content.path))) is not None:
-        raise corrupt_image(entry.name, damage, can_skip=False)
+        raise corrupt_image(entry.name, damage)
     if is_video and not isinstance(entry.content, Frames):
         for frame in open_video(entry.content, where=entry.name):
             return frame.height, frame.width
@@ -240,7 +247,7 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
         with _files(entry)[0].open() as stream, open_picture(stream) as picture:
             return picture.size
     except (UnreadableError, OSError) as error:
-        raise corrupt_image(entry.name, str(error), can_skip=False) from error
+        raise corrupt_image(entry.name, str(error)) from error
 
 
 def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> np.ndarray:
@@ -249,9 +256,7 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
     fitting: dict[str, Any] = {"sample_shape": (channels, height, width), "crop": crop}
     if isinstance(entry.content, Frames):
         files = [(file, f"{entry.name}/{file.path.name}") for file in entry.content.files[:num_frames]]
-        frames = [
-            load_sample(read_bytes(file, where=where), where=where, can_skip=False, **fitting) for file, where in files
-        ]
+        frames = [load_sample(read_bytes(file, where=where), where=where, **fitting) for file, where in files]
     else:
         shown = itertools.islice(open_video(entry.content, where=entry.name), num_frames)
         frames = [fit(convert(frame, channels=channels), number=0, **fitting) for frame in shown]
@@ -289,7 +294,7 @@ def build(
         right = f"{none}; set a number, or set --validation.freq 0 and --evaluation.freq 0"
         raise option_error("dataset.held_out", config.held_out, right)
     dataset = CaptionedImages(parts[split], config, channels=channels, buckets=buckets)
-    dataset.reading = _describe(source, config)
+    dataset.reading = [*_describe(source, config), *dataset.reading]
     dataset.split_entries = parts
     return dataset
 

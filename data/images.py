@@ -157,7 +157,6 @@ def load_sample(
     where: str,
     crop: Crop = "center",
     number: int = 0,
-    can_skip: bool = True,
 ) -> np.ndarray:
     """Decode a file or its bytes to float32 (C, H, W) in [-1, 1].
 
@@ -167,7 +166,6 @@ def load_sample(
         where: name of the image in an error.
         crop: `dataset.crop`.
         number: the image's number in its dataset, which determines a random crop.
-        can_skip: whether the error suggests `dataset.corrupt_images skip`.
 
     Raises:
         CorruptImageError: it cannot be decoded.
@@ -179,13 +177,13 @@ def load_sample(
                 picture.image.draft(None, (side, side))
             return fit(picture.decode(channels=sample_shape[0]), sample_shape=sample_shape, crop=crop, number=number)
     except UnreadableError as error:
-        raise corrupt_image(where, str(error), can_skip=can_skip) from error
+        raise corrupt_image(where, str(error)) from error
 
 
-def corrupt_image(where: str, reason: str, *, can_skip: bool = True) -> CorruptImageError:
+def corrupt_image(where: str, reason: str) -> CorruptImageError:
     """The error for one image; `where` names it."""
-    skip = ", or skip unreadable images with --dataset.corrupt_images skip" if can_skip else ""
-    message = f"{where}: not a readable image ({reason}); repair or remove it{skip}"
+    right = "repair or remove it, or skip unreadable images with --dataset.corrupt_images skip"
+    message = f"{where}: not a readable image ({reason}); {right}"
     return CorruptImageError(message, named=f"{where} ({reason})")
 
 

@@ -526,13 +526,13 @@ def test_an_image_that_breaks_after_opening_is_named_and_can_be_skipped(tmp_path
     write(tmp_path, PAIRS)
     dataset = open_captions(tmp_path)
     write(tmp_path, {"a.png": encode(size=(50, 50))[:50]})
-    told = r"a.png: not a readable image \(.*\); repair or remove it$"  # captions refuse dataset.corrupt_images
+    told = r"a.png: not a readable image \(.*\); repair or remove it, .*--dataset.corrupt_images skip"
     with pytest.raises(CorruptImageError, match=told):
         dataset[0]
     with pytest.raises(CorruptImageError, match=told):  # its end is missing
         open_captions(tmp_path)
     write(tmp_path, {"b.png": b"no", "b.txt": "b"})
-    with pytest.raises(CorruptImageError, match=r"a.png: .*remove it; b.png: .*remove it$"):
+    with pytest.raises(CorruptImageError, match=r"a.png: .*remove it.*; b.png: .*remove it"):
         open_captions(tmp_path)
     (tmp_path / "b.png").unlink()
     (tmp_path / "b.txt").unlink()
@@ -540,10 +540,23 @@ def test_an_image_that_breaks_after_opening_is_named_and_can_be_skipped(tmp_path
     with pytest.raises(CorruptImageError, match=told):
         open_captions(tmp_path)
     skipping = open_captions(tmp_path, corrupt_images="skip")
-    assert len(skipping) == 2 and skipping.shape_of(0) == (3, 8, 8)
+    assert skipping.captions == ["a cat"] and skipping.shape_of(0) == (3, 8, 8)
+    assert any("a.png" in line for line in skipping.reading)
     (tmp_path / "a.png").unlink()
     with pytest.raises(CorruptImageError, match=r"a.png: .*readable image \(No .*file"):
         dataset.content_key(0)
+
+
+def test_a_picture_that_is_damaged_inside_is_left_out_before_it_is_encoded(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    data = bytearray(buffer.getvalue())
+    data[3000:3050] = bytes(50)
+    write(tmp_path, {**PAIRS, "inside.png": bytes(data), "inside.txt": "c"})
+    dataset = open_captions(tmp_path, corrupt_images="skip")
+    assert names(dataset) == ["a.png", "deep/b.webp"] and greys(dataset) == [10, 20]
+    assert any("inside.png" in line for line in dataset.reading)
 
 
 def test_small_images_are_enlarged_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -406,9 +406,6 @@ def check_options(config: Config) -> None:
     if config.dataset.horizontal_flip:
         right = "encoded images cannot be mirrored; add mirrored images, or leave it out"
         raise option_error("dataset.horizontal_flip", True, right)
-    if config.dataset.corrupt_images != "error":
-        right = "captioned images are encoded once, and unreadable ones are reported then; must be error"
-        raise option_error("dataset.corrupt_images", config.dataset.corrupt_images, right)
     if config.dataset.streaming:
         raise ConfigError(
             "dataset.streaming = true: captions are encoded before training, which needs all of them; leave it out"
