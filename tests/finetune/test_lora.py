@@ -322,16 +322,31 @@ def test_one_process_copies_no_frozen_weight_that_needs_no_cast(base: Any, check
     assert {name.rpartition(".")[2] for name in copied} == ({"scale"} if base == "int8" else set())
 
 
-def test_an_assistant_without_alpha_has_its_rank(tmp_path: Path) -> None:
-    assistant_file(tiny_flux, tmp_path / "a.safetensors", rank=2, alpha=2)
-    assistant_file(tiny_flux, tmp_path / "b.safetensors", rank=2, alpha=3)
-    predictions = []
-    for source in (load_file(tmp_path / "b.safetensors"), tmp_path / "a.safetensors", tmp_path / "b.safetensors"):
-        model = with_lora(tiny_flux)
-        load_assistant(model, source)
-        predictions.append(predict(model, flux_inputs()))
-    assert torch.equal(predictions[0], predictions[1])
-    assert not torch.equal(predictions[0], predictions[2])
+@pytest.mark.parametrize(
+    ("alpha", "place"),
+    [(2, "none"), (3, "tensors"), (3, "metadata"), (3, "by layer"), (3, "peft"), (3 / math.sqrt(2), "rsLoRA")],
+)
+def test_alpha_is_found_where_other_programs_state_it(alpha: float, place: str, tmp_path: Path) -> None:
+    """The update is 1.5 B A of rank 2, and B A if alpha is stated nowhere."""
+    teacher = with_lora(tiny_flux, rank=2, alpha=2 if place == "none" else 3)
+    state = {name.replace(".default.", "."): value for name, value in randomise(teacher).items()}
+    path, metadata = tmp_path / "adapter_model.safetensors", {}
+    prefix = "base_model.model." if place in ("peft", "rsLoRA") else "transformer."
+    layers = [name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")]
+    if place == "metadata":
+        metadata = {"transformer.lora_alpha": alpha}
+    elif place == "by layer":
+        metadata = {"transformer.lora_alpha": 7, "transformer.alpha_pattern": {"to_q": alpha, "attn.to_v": alpha}}
+    elif place in ("peft", "rsLoRA"):
+        options = {"lora_alpha": alpha, "use_rslora": place == "rsLoRA"}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+    tensors = {f"{prefix}{name}": value for name, value in state.items()}
+    if place == "tensors":
+        tensors |= {f"{prefix}{layer}.alpha": torch.tensor(alpha) for layer in layers}
+    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(metadata)} if metadata else None)
+    model = with_lora(tiny_flux)
+    load_assistant(model, path)
+    assert torch.allclose(predict(model, flux_inputs()), predict(teacher, flux_inputs()), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -393,7 +393,7 @@ class Checkpoint:
     """Write in the background: training waits only for a copy of the state. Pinned memory is for GPUs."""
     initial_load_path: str | None = None
     """Start a new run from these weights: a .safetensors file, a run directory, one of its checkpoints, or a shared
-    model (a folder, hub:owner/name, or the name of a shipped one)."""
+    model (a folder, hub:owner/name, or the name of a shipped one). A LoRA starts from a LoRA (docs/finetune.md)."""
     initial_load_convention: Literal["torchditan"] | None = None
     """Convention of weights from other programs; torchditan: t = 0 is noise, t = 1 data, velocity prediction."""
 

@@ -14,13 +14,12 @@ Notable:
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.finetune.lora_layers import (
-    families_with_original_layers,
-    original_layer,
-    rows_of_parts,
-    swap_shift_and_scale,
-)
-from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
-from torchditan.weights.safetensors_files import open_file
+from torchditan.finetune.lora_file import AdapterWeights, read_adapter
+from torchditan.models.initialization import WRAPPERS, fill, named_parameters_to_fill, weight_generator
 
 DEFAULT = "default"
 ASSISTANT = "assistant"
-_PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
-"""Prefixes of module names in LoRA files."""
-_DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
-_UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
-
-
-@dataclass(frozen=True)
-class AdapterWeights:
-    """Matrices of a LoRA file: layer name -> A (rank, in) and B (out, rank). B includes alpha: the update is B A."""
-
-    down: dict[str, Tensor]
-    up: dict[str, Tensor]
 
 
 def add_lora(
@@ -110,7 +91,7 @@ def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """Names of the layers of these kinds in the model without adapters. Adapted layers are included."""
+    """Names of the layers of these kinds in the bare model without adapters. Adapted layers are included."""
     from peft.tuners.lora import LoraLayer
 
     names, wrapped = [], None
@@ -120,6 +101,8 @@ def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
         if isinstance(module, LoraLayer):
             wrapped = f"{name}."
         if isinstance(getattr(module, "base_layer", module), kinds):
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
             names.append(name)
     return names
 
@@ -238,9 +221,15 @@ def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         ConfigError: the file cannot be read, is not a LoRA, or is a LoRA for another model.
     """
     shown = str(source) if isinstance(source, str | Path) else "a state dict"
-    weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), option="lora.assistant_path")
-    for name, down in weights.down.items():
-        _check_shapes(model, name, down, weights.up[name], shown)
+    try:
+        opened = Path(source) if isinstance(source, str) else source
+        weights = read_adapter(opened, _all_layers(model), shown=shown)
+        for name, down in weights.down.items():
+            layer: Any = model.get_submodule(name)
+            shape = getattr(layer, "base_layer", layer).weight.shape
+            _check_shapes(name, shape, down, weights.up[name], shown)
+    except ConfigError as error:
+        raise option_error("lora.assistant_path", shown, str(error).removeprefix(f"{shown} ")) from None
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = active_adapters(model)
     ranks = {name: down.shape[0] for name, down in weights.down.items()}
@@ -264,13 +253,17 @@ def _inside_wrapper(model: nn.Module, name: str) -> str:
     return f"{path}.base_layer.{leaf}" if hasattr(model.get_submodule(path), "base_layer") else name
 
 
-def _check_shapes(model: nn.Module, name: str, down: Tensor, up: Tensor, shown: str) -> None:
-    layer: Any = model.get_submodule(name)
-    out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
+def _all_layers(model: nn.Module) -> list[str]:
+    """Names of all layers that a LoRA may adapt."""
+    return _layers_of(model, nn.Linear, nn.Conv2d)
+
+
+def _check_shapes(name: str, weight: Sequence[int], down: Tensor, up: Tensor, shown: str) -> None:
+    out_size, in_size, *kernel = weight  # a convolution has a kernel
     fits_down = down.shape[1:] == (in_size, *kernel)
     if not (fits_down and up.shape == (out_size, down.shape[0], *(1 for _ in kernel))):
-        right = f"is for another model: {name} maps {in_size} to {out_size} here"
-        raise option_error("lora.assistant_path", shown, f"{right}, {down.shape[-1]} to {up.shape[0]} there")
+        right = f"is a LoRA for another model: {name} maps {in_size} to {out_size} here"
+        raise ConfigError(f"{shown} {right}, {down.shape[-1]} to {up.shape[0]} there")
 
 
 def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = ASSISTANT) -> None:
@@ -280,96 +273,69 @@ def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = 
         fill(parameter, (weights.down if part == "lora_A" else weights.up)[layer])
 
 
-def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str], *, option: str) -> AdapterWeights:
-    """The matrices of a LoRA for a model with these linear layers and convolutions.
+def start_from(
+    model: nn.Module,
+    source: Path | Mapping[str, Tensor],
+    *,
+    rank: int,
+    scale: float,
+    target_modules: Sequence[str],
+    alpha: float | None = None,
+    shown: str,
+) -> tuple[int, int]:
+    """Fill the trained adapter of a new run, sharded or not, so that it computes what another LoRA computes.
 
-    Accepts the names of diffusers and peft (`transformer.<layer>.lora_A.weight`), and those of kohya for FLUX and SD3
-    (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha` or from diffusers'
-    metadata. Without either it equals the rank.
+    Layers that the other LoRA lacks keep their zeros in B. No communication.
+
+    Args:
+        model: its trained adapter has initial values.
+        source, alpha, shown: see `read_adapter`.
+        rank, scale, target_modules: of the trained adapter. `scale` is its alpha / rank.
+
+    Returns:
+        How many layers of the adapter the source has, and how many there are.
 
     Raises:
-        ConfigError: names `option`; the file is not a LoRA, or has layers that the model does not have.
+        ConfigError: the source is not a LoRA, is for another model, or has another rank or layers without an adapter.
     """
-    shown = "a state dict"
-    metadata: Mapping[str, str] = {}
-    if isinstance(source, str | Path):
-        shown = str(source)
-        with open_file(Path(source)) as file:
-            metadata = file.metadata() or {}
-            state: Mapping[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    else:
-        state = source
-    known = _layers_by_stem(layers)
-    alphas = _alphas_of(metadata)
-    is_kohya = any(key.startswith("lora_unet_") for key in state)
-    down: dict[str, Tensor] = {}
-    up: dict[str, Tensor] = {}
-    factors: dict[str, float] = {}
-    for key, tensor in state.items():
-        kind, stem = _split_key(key)
-        if kind is None:
-            raise option_error(option, shown, f"is not a LoRA of linear layers: it has {key}")
-        parts = known.get(stem)
-        if parts is None:
-            raise option_error(option, shown, f"is a LoRA for another model: this one has no linear layer {stem}")
-        is_right = tensor.numel() == 1 if kind == "alpha" else tensor.ndim >= 2 and tensor.numel() > 0
-        if not is_right:
-            raise option_error(option, shown, f"is not a LoRA of linear layers: {key} has shape {list(tensor.shape)}")
-        if kind == "alpha":
-            factors |= dict.fromkeys(parts, float(tensor))
-        elif kind == "down":
-            down |= dict.fromkeys(parts, tensor.float())
-        else:
-            unit = tensor.shape[0] // sum(rows_of_parts(parts, unit=1))
-            if unit * sum(rows_of_parts(parts, unit=1)) != tensor.shape[0]:
-                raise option_error(option, shown, f"is a LoRA for another model: {key} has {tensor.shape[0]} rows")
-            rows = [unit * height for height in rows_of_parts(parts, unit=1)]
-            up |= dict(zip(parts, tensor.float().split(rows), strict=True))
-    if not down or down.keys() != up.keys():
-        raise option_error(option, shown, "is not a LoRA: it has no pairs of lora_A and lora_B")
-    for layer, matrix in down.items():
-        rank = matrix.shape[0]
-        if is_kohya:
-            up[layer] = swap_shift_and_scale(layer, matrix, up[layer])
-        up[layer] = up[layer] * (factors.get(layer, alphas.get(layer, alphas.get("", rank))) / rank)
-    return AdapterWeights(down, up)
+    weights = read_adapter(source, _all_layers(model), shown=shown, alpha=alpha, scale=scale)
+    ours = {name.removesuffix(f".{DEFAULT}.weight"): parameter.shape for name, parameter in lora_parameters(model)}
+    trained = {name.removesuffix(".lora_A") for name in ours if name.endswith(".lora_A")}
+    # A file in kohya's names has zeros for those parts of a fused layer that were not trained.
+    further = [name for name, up in weights.up.items() if name not in trained and up.any()]
+    if further:
+        ends = dict.fromkeys([*target_modules, *(_pattern_for(model, name) for name in further)])
+        right = f"add them with --lora.target_modules {' '.join(map(shlex.quote, ends))}"
+        raise ConfigError(
+            f"{shown} has {len(further)} layers that this run does not train ({further[0]}, ...); {right}"
+        )
+    down, up = {}, {}
+    for name in sorted(trained & weights.up.keys()):
+        sizes = (ours[f"{name}.lora_B"][0], *ours[f"{name}.lora_A"][1:])
+        _check_shapes(name, sizes, weights.down[name], weights.up[name], shown)
+        down[name], up[name] = _without_zeros(weights.down[name], weights.up[name], rank)
+    ranks = sorted({matrix.shape[0] for matrix in down.values()})
+    if len(ranks) > 1:
+        raise ConfigError(f"{shown} has ranks from {ranks[0]} to {ranks[-1]}; must be lora.rank in all layers")
+    if ranks not in ([], [rank]):
+        raise ConfigError(f"{shown} has rank {ranks[0]}, and lora.rank is {rank} here; set --lora.rank {ranks[0]}")
+    for name, parameter in lora_parameters(model):
+        layer, _, part = name.removesuffix(f".{DEFAULT}.weight").rpartition(".")
+        if layer in down:
+            fill(parameter, (down if part == "lora_A" else up)[layer])
+    return len(down), len(trained)
 
 
-def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Name of a layer in a file -> layers of the model: several if the file fuses them into one."""
-    known: dict[str, tuple[str, ...]] = {}
-    for model_name in families_with_original_layers():
-        for name in layers:
-            original = original_layer(model_name, name)
-            if original is not None and set(original.parts) <= set(layers):
-                known[original.name.replace(".", "_")] = original.parts
-    for name in layers:
-        known[name] = known[name.replace(".", "_")] = (name,)
-    return known
+def _pattern_for(model: nn.Module, layer: str) -> str:
+    """A value of `lora.target_modules` that includes this layer."""
+    end = _last_part(layer)
+    return end if layer in find_target_modules(model, [end]) else layer
 
 
-def _split_key(key: str) -> tuple[str | None, str]:
-    """('down', 'up' or 'alpha', name of the layer in the file). The first is None if the key is not a LoRA's."""
-    for kind, endings in (("down", _DOWN), ("up", _UP), ("alpha", (".alpha",))):
-        for ending in endings:
-            if key.endswith(ending):
-                stem = key.removesuffix(ending)
-                for prefix in (*_PREFIXES, "lora_transformer_", "lora_unet_"):
-                    stem = stem.removeprefix(prefix)
-                return kind, stem
-    return None, key
-
-
-def _alphas_of(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Alpha by layer, from the metadata that diffusers writes; the key "" holds the default of all other layers."""
-    try:
-        adapter = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        alphas: dict[str, float] = {}
-        for part in ("transformer", "unet"):
-            if f"{part}.lora_alpha" in adapter:
-                alphas[""] = float(adapter[f"{part}.lora_alpha"])
-            patterns = adapter.get(f"{part}.alpha_pattern") or {}
-            alphas |= {str(name).lstrip("^"): float(value) for name, value in patterns.items()}
-        return alphas
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise ConfigError("the metadata of the LoRA cannot be read; export it again") from None
+def _without_zeros(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The same product of lower rank: without columns of zeros in B, as a fused layer in kohya's names has them."""
+    if down.shape[0] <= rank:
+        return down, up
+    is_used = up.transpose(0, 1).flatten(1).any(dim=1)
+    kept = torch.argsort((~is_used).int(), stable=True)[: max(rank, int(is_used.sum()))]
+    return down[kept], up[:, kept]

@@ -2,9 +2,9 @@
 """Export a trained LoRA as one .safetensors file, with the layer names of diffusers or of kohya's scripts.
 
 Notable:
-- diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata, which contains alpha.
-  The loaders of diffusers refuse `.alpha` tensors together with the metadata. Tools that ignore the metadata assume
-  alpha = rank; for them export in kohya's format unless the two are equal;
+- diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata. B is multiplied by
+  alpha / rank, and the metadata state alpha = rank, as tools that ignore the metadata assume. The loaders of diffusers
+  refuse `.alpha` tensors together with the metadata;
 - kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. The original model
   may have one layer for several of diffusers' (queries, keys and values). Their matrices are then stacked,
   block-diagonally in `lora_up`, and alpha grows with the rank, so that the product is unchanged;
@@ -22,9 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchditan.checkpoint.files import DamagedCheckpointError, step_of
-from torchditan.checkpoint.loading import read_progress, read_state
-from torchditan.checkpoint.trained_weights import cannot_be_read, find_checkpoint
+from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
 from torchditan.finetune.lora_layers import (
@@ -36,7 +34,7 @@ from torchditan.finetune.lora_layers import (
 )
 from torchditan.finetune.published import family
 from torchditan.run.reading import read_config
-from torchditan.weights.exported import describe_weights, read_from_file
+from torchditan.weights.exported import describe_weights, read_weights
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 
@@ -81,13 +79,16 @@ def export_lora(
         ConfigError: the state has no LoRA, the format does not support the model, or the file cannot be written.
     """
     pairs = _pairs_of(state, adapter_name)
+    if format == "diffusers":
+        pairs = {layer: (down, up * (alpha / rank)) for layer, (down, up) in pairs.items()}
+        alpha = rank
     metadata = {"format": "pt", "model": model_name, "rank": str(rank), "alpha": f"{alpha:g}"}
     metadata |= {"step": str(step)} if step is not None else {}
     metadata |= {"base": base} if base is not None else {}
     if format == "diffusers":
         part = family(model_name).subfolder
         tensors = _in_diffusers_names(pairs, part=part)
-        metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, part=part, rank=rank, alpha=alpha))
+        metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, part=part, rank=rank))
     else:
         known = families_with_original_layers()
         if model_name not in known:
@@ -128,11 +129,11 @@ def _in_diffusers_names(pairs: Mapping[str, tuple[Tensor, Tensor]], *, part: str
     return tensors
 
 
-def _adapter_metadata(pairs: Mapping[str, object], *, part: str, rank: int, alpha: float) -> dict[str, object]:
+def _adapter_metadata(pairs: Mapping[str, object], *, part: str, rank: int) -> dict[str, object]:
     """Options of peft's LoraConfig from which the loaders of diffusers rebuild the adapter."""
     return {
         f"{part}.r": rank,
-        f"{part}.lora_alpha": alpha,
+        f"{part}.lora_alpha": rank,
         f"{part}.target_modules": list(pairs),
         f"{part}.lora_dropout": 0.0,
         f"{part}.bias": "none",
@@ -213,30 +214,17 @@ def export_run(
     if not lora.rank:
         right = "trained all weights; export them with torchditan export"
         raise option_error("RUN", str(run), right)
-    if weights == "ema" and not config.ema.enable:
-        raise option_error("--weights", weights, "this run kept no average; must be raw")
-    checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
-    if checkpoint.is_file():
-        stored = describe_weights(checkpoint, weights=weights)
-        prefix, reached = "transformer.", step_of(checkpoint)
-        values = {name: read_from_file(checkpoint, name) for name in stored.shapes}
-    else:
-        key = "model" if weights == "raw" or not config.ema.enable else "ema"
-        prefix, reached = f"{key}.transformer.", read_progress(checkpoint).step
-        try:
-            values = read_state(checkpoint, prefix)
-        except DamagedCheckpointError as error:
-            raise cannot_be_read(checkpoint, error) from None
-    state = {name.removeprefix(prefix): value for name, value in values.items()}
+    stored = describe_weights(find_checkpoint(run / config.checkpoint.folder, step), weights=weights)
+    assert stored.step is not None
     layers = export_lora(
-        state,
+        read_weights(stored),
         model_name=config.model.name,
         rank=lora.rank,
         alpha=lora.rank if lora.alpha is None else lora.alpha,
         path=path,
         format=format,
-        step=reached,
+        step=stored.step,
         base=config.model.path or config.model.flavor,
         dtype=dtype,
     )
-    return layers, reached
+    return layers, stored.step

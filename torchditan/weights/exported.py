@@ -22,7 +22,7 @@ from torchditan.checkpoint.files import (
     list_checkpoints,
     step_of,
 )
-from torchditan.checkpoint.loading import load_safely, read_progress
+from torchditan.checkpoint.loading import load_safely, read_progress, read_state
 from torchditan.checkpoint.trained_weights import cannot_be_read, find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict, override, to_dict
@@ -174,6 +174,22 @@ def read_from_file(path: Path, name: str) -> Tensor:
     with open_file(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def read_weights(stored: StoredWeights) -> dict[str, Tensor]:
+    """All weights by name, on the CPU: those of a LoRA, which are small.
+
+    Raises:
+        ConfigError: they are damaged.
+    """
+    if stored.path.is_file():
+        return {name: read_from_file(stored.path, name) for name in stored.shapes}
+    prefix = f"{key_of(stored.weights)}."
+    try:
+        state = read_state(stored.path, prefix)
+    except DamagedCheckpointError as error:
+        raise cannot_be_read(stored.path, error) from None
+    return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 def read_tensor(reader: CheckpointReader, key: str) -> Tensor:

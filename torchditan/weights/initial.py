@@ -6,22 +6,24 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchditan.checkpoint.trained_weights import load_weights
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.config.loader import to_dict
+from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
 from torchditan.distributed.process_group import raise_on_all_ranks
+from torchditan.finetune.lora import start_from
+from torchditan.finetune.lora_file import is_lora, stated_model
 from torchditan.models.initialization import fill
 from torchditan.models.saved_weights import OPTIONAL, required_names, saved_weights
 from torchditan.registry import FAMILIES, FORMATS
 from torchditan.run.reading import similar_folder
-from torchditan.weights.exported import StoredWeights, describe_file, describe_weights, find_weights
+from torchditan.weights.exported import StoredWeights, describe_file, describe_weights, find_weights, read_weights
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
 from torchditan.weights.shared import is_shared, open_shared, shipped_models
 
@@ -65,22 +67,62 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
         stored = replace(stored, path=open_shared(path).weights)
     differing = _other_options(stored, config)
     try:
-        refuse_unknown_convention(stored, config)
-        refuse_other_time(stored, config)
-        refuse_other_model(model, stored, differing, are_initial=True)
-        if stored.path.is_dir():
-            load_weights(model, stored.path, ema=stored.weights == "ema", are_initial=True)
+        if config.lora.rank or is_lora(stored.shapes):
+            notes = _fill_lora(model, stored, config)
         else:
-            _fill_from_file(model, stored.path, are_initial=True)
+            notes = _fill_all(model, stored, config, differing)
     except ConfigError as error:
         right = str(error).removeprefix(f"{Path(path)} ")
         mistake = option_error("checkpoint.initial_load_path", path, right)
     _raise_on_all_ranks(mistake)  # a rank may be the only one that reads a damaged tensor
     step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
+    return "; ".join([f"weights of {path}{step}", *notes, *differing])
+
+
+def _fill_all(model: nn.Module, stored: StoredWeights, config: Config, differing: list[str]) -> list[str]:
+    """Load all weights of a model. Returns what to say about new ones."""
+    refuse_unknown_convention(stored, config)
+    refuse_other_time(stored, config)
+    refuse_other_model(model, stored, differing, are_initial=True)
+    if stored.path.is_dir():
+        load_weights(model, stored.path, ema=stored.weights == "ema", are_initial=True)
+    else:
+        _fill_from_file(model, stored.path, are_initial=True)
     missing = [name for name in saved_weights(model).keys() - stored.shapes.keys() if name.startswith(OPTIONAL)]
     new = sorted({".".join(name.split(".")[:2]) for name in missing})
-    fresh = [f"new {', '.join(new)}"] if new else []
-    return "; ".join([f"weights of {path}{step}", *fresh, *differing])
+    return [f"new {', '.join(new)}"] if new else []
+
+
+def _fill_lora(model: nn.Module, stored: StoredWeights, config: Config) -> list[str]:
+    """Start the LoRA of a new run from another one. Returns what to say about layers without weights.
+
+    The base is the published model in both, so that time and prediction are known.
+    """
+    if not config.lora.rank:
+        raise ConfigError(f"{stored.path} is a LoRA, and this run trains all weights; train a LoRA with --lora.rank")
+    if not is_lora(stored.shapes):
+        right = "give them as --model.path (torchditan export RUN FOLDER --format diffusers)"
+        raise ConfigError(f"{stored.path} has all weights of a model, and this run trains a LoRA; {right}")
+    source: Path | dict[str, Tensor] = stored.path
+    if stored.config is None:
+        alpha, there = None, stated_model(stored.path)
+    else:
+        source, options = read_weights(stored), from_dict(stored.config)
+        alpha, there = options.lora.alpha, options.model.name
+    here = config.model.name
+    if there in FAMILIES and there != here:
+        raise ConfigError(f"{stored.path} is a LoRA for another model: model.name was {there}, and is {here} here")
+    lora, published = config.lora, cast(Any, model)
+    started, layers = start_from(
+        published.transformer,
+        source,
+        rank=lora.rank,
+        scale=1 if lora.alpha is None else lora.alpha / lora.rank,
+        target_modules=lora.target_modules or published.lora_targets,
+        alpha=alpha,
+        shown=str(stored.path),
+    )
+    return [f"{layers - started} of {layers} layers are not in it and start at zero"] if started < layers else []
 
 
 def _raise_on_all_ranks(error: ConfigError | None) -> None:
@@ -133,6 +175,9 @@ def _describe(path: Path) -> StoredWeights:
         right = "give it as --model.path, with its --model.name; import a DiT with torchditan import"
         raise ConfigError(f"{path} is a folder that diffusers saved; {right} import {path} RUN --format diffusers")
     if not (path / "config.json").is_file():
+        files = list(path.glob("*.safetensors"))
+        if len(files) == 1:  # the folder of a LoRA, as diffusers and peft save it
+            return describe_file(files[0])
         raise ConfigError(f"{path} has no config.json; must be a run directory, or a checkpoint in one")
     return describe_weights(find_weights(path), weights=None)
 

@@ -21,13 +21,13 @@ import torchditan.config.options
 from torchditan.config.errors import option_error, shorten
 from torchditan.finetune.int8 import base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import (
-    AdapterWeights,
     add_lora,
     fill_adapter,
     init_lora,
     load_assistant,
     without_assistant,
 )
+from torchditan.finetune.lora_file import AdapterWeights
 from torchditan.finetune.published.base import (
     Flavor,
     PublishedModel,
