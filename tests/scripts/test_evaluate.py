@@ -457,7 +457,7 @@ def test_an_evaluation_that_did_not_finish_is_repeated_by_the_same_command(
         outcomes.append(run_distributed([*command], world_size, cwd=tmp_path))
         records.append(read_metrics(tmp_path / "run"))
     assert outcomes[0].returncode != 0 and outcomes[1].returncode == 0, outcomes[1].stderr
-    assert "repeating the evaluation of step 2" in outcomes[1].stdout
+    assert "step 2 lacks its evaluation" in outcomes[1].stdout
     assert [record["step"] for record in records[0]] == [1, 2] and "FD-Pixels" not in records[0][-1]
     last = records[1][-1]
     assert records[1] == [records[0][0], {**last, **records[0][-1]}] and last["validation_loss"] > 0
