@@ -128,8 +128,9 @@ def check_contract(dataset: Any, *, name: str) -> None:
     if isinstance(dataset, (SequentialDataset, StandInDataset)) or len(dataset) == 0:
         return
     with suppress(CorruptImageError):  # `dataset.corrupt_images` decides when it is trained on
-        check_item(dataset, dataset[0], name=name)
-        _warn_of_other_range(dataset)
+        item = dataset[0]
+        check_item(dataset, item, name=name)
+        _warn_of_other_range(dataset, item["sample"])
 
 
 def check_item(dataset: Any, item: Any, *, name: str) -> None:
@@ -147,7 +148,8 @@ def check_item(dataset: Any, item: Any, *, name: str) -> None:
 
     if not isinstance(item, Mapping):
         raise refuse(f"its first item is a {type(item).__name__}; must be a dict with `sample`")
-    sample, shape = item.get("sample"), tuple(dataset.sample_shape)
+    sample: Any = item.get("sample")
+    shape = tuple(dataset.sample_shape)
     is_tensor = isinstance(sample, torch.Tensor) and sample.dtype == torch.float32
     is_right = is_tensor and tuple(sample.shape) == shape
     if is_tensor and isinstance(dataset, GroupedDataset):  # several heights and widths
@@ -158,7 +160,8 @@ def check_item(dataset: Any, item: Any, *, name: str) -> None:
         right = f"the sample of its first item is {_describe(sample)}"
         raise refuse(f"{right}; must be a torch.Tensor float32 {shape}, {values}")
     if dataset.class_names:
-        last, label = len(dataset.class_names) - 1, item.get("class_label")
+        label: Any = item.get("class_label")
+        last = len(dataset.class_names) - 1
         is_known = dataset.class_labels is not None  # their range is checked for all
         if not _is_label(label) or not (is_known or 0 <= label <= last):
             found = "no class_label" if label is None else f"class_label {label!r}"
@@ -170,12 +173,12 @@ def _has_pixels(dataset: Any) -> bool:
     return dataset.index is None and dataset.sample_shape[0] in (1, 3)
 
 
-def _warn_of_other_range(dataset: Any) -> None:
+def _warn_of_other_range(dataset: Any, first: torch.Tensor) -> None:
     """Print a line on rank 0 if many samples have no negative value: they may be in [0, 1], as torchvision's are."""
-    if not _has_pixels(dataset) or os.environ.get("RANK", "0") != "0":
+    if not _has_pixels(dataset) or not 0 <= first.min() < first.max() or os.environ.get("RANK", "0") != "0":
         return
-    indices = [number * len(dataset) // _MANY for number in range(_MANY)]
-    if all(0 <= (sample := dataset[index]["sample"]).min() < sample.max() for index in indices):
+    indices = [number * len(dataset) // _MANY for number in range(1, _MANY)]
+    if all(dataset[index]["sample"].min() >= 0 for index in indices):
         right = "if pixels are from 0 to 1, change them to -1 to 1: sample * 2 - 1"
         print(f"note: samples of {dataset.name} have no negative values; {right}", file=sys.stderr, flush=True)
 
@@ -189,9 +192,10 @@ def _describe(sample: Any) -> str:
     if not isinstance(sample, (torch.Tensor, np.ndarray)):
         return text
     text += f" {str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
-    values = torch.as_tensor(sample).double() if str(sample.dtype) != "object" else torch.empty(0)
-    if not values.numel():
+    is_numeric = isinstance(sample, torch.Tensor) or sample.dtype.kind in "biuf"
+    if not is_numeric or 0 in sample.shape:
         return text
+    values = torch.as_tensor(sample).double()
     is_finite = values.isfinite().all()
     return f"{text}, from {values.min():.4g} to {values.max():.4g}" if is_finite else f"{text}, not finite"
 
