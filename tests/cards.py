@@ -1,12 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A complete card for tests, with values that can be replaced."""
+"""A complete card for tests, with values that can be replaced, and the values of a card that was written."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchditan.evaluation.card import Card, CardFigure, Data, ImageSet
+from torchditan.evaluation.card import Card, CardFigure, Data, ImageSet, read_card
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome
 
 
 def figure(
@@ -22,6 +25,14 @@ def figure(
         extractor=extractor,
         per_seed=[value, value - 0.25, value + 0.25],
     )
+
+
+def values(evaluated: Outcome) -> dict[str, Any]:
+    """By name, in the card that this call of torchditan evaluate wrote; with the step and the number of samples."""
+    (line,) = [line for line in evaluated.err.splitlines() if line.startswith("card: ")]
+    found = read_card(line.removeprefix("card: "))
+    about = {"step": found.step, "num_samples": found.num_samples}
+    return about | {name: figure.value for name, figure in found.figures.items()} | found.other
 
 
 def card(**changes: Any) -> Card:

@@ -1,14 +1,17 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Tasks between steps: collect garbage, validate, sample, log, save, evaluate. All ranks run them together.
+"""Tasks between steps: collect garbage, log, save, validate, sample, evaluate. All ranks run them together.
 
-The throughput excludes the time of validating, sampling, evaluating and saving (`timer.excluded`).
+Notable:
+- the record and the checkpoint of a step come first: a task that fails, or takes too long, does not cost the step;
+- its figures are added to that record. A resumed run repeats the tasks of its step that did not finish;
+- the throughput excludes the time of validating, sampling, evaluating and saving (`timer.excluded`).
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +26,7 @@ from torchditan.diffusion.objectives import uniform_objective, validation_object
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.sampler import Sampler
-from torchditan.evaluation.validation import validation_losses
+from torchditan.evaluation.validation import BIN_KEYS, validation_losses
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
@@ -83,8 +86,6 @@ class PeriodicTasks:
         self.meters = build_meters(job.config.metrics, model)
         self.measured: list[Meter] = []
         self.has_logged = False
-        self.extra_metrics: dict[str, float] = {}
-        """Written with the next log record."""
         self.unreadable: set[int] = set()
         """Numbers of the images that cannot be read: those that the check found, and those that this rank drew."""
         self.named: set[str] = set()
@@ -98,36 +99,57 @@ class PeriodicTasks:
         config, step = self.config, self.progress.step
         if step % config.training.gc_freq == 0:
             gc.collect(1)
-        if config.validation.freq and self.is_due(config.validation.freq):
-            self.validate()
-        if config.metrics.enable_sampling and self.is_due(config.metrics.sample_freq):
-            self.sample()
         if is_first or self.is_log_due(step):
             self.log(result)
+        due = self.due_tasks()
         if self.is_save_due():
-            self.checkpoints.save()
-        if self.is_evaluation_due():  # last: an evaluation that fails, or takes too long, must not cost the step
-            self.evaluate()
+            self.checkpoints.save(complete=bool(due))
+        for name in due:
+            self.run(name)
+
+    def due_tasks(self) -> list[str]:
+        """The tasks that are due at this step and give figures, in their order."""
+        return [name for name, freq in self.task_freqs().items() if self.is_due(freq)]
+
+    def task_freqs(self) -> dict[str, int]:
+        """Name of each task that gives figures -> its frequency; 0 is only at the last step."""
+        config, freqs = self.config, {}
+        if config.validation.freq:
+            freqs["validation"] = config.validation.freq
+        if config.metrics.enable_sampling:
+            freqs["sampling"] = config.metrics.sample_freq
+        if config.evaluation.freq:
+            freqs["evaluation"] = config.evaluation.freq
+        return freqs
+
+    def run(self, name: str) -> None:
+        """Run a task, and add its figures to the record of this step."""
+        tasks: dict[str, Callable[[], dict[str, float]]] = {
+            "validation": self.validate,
+            "sampling": self.sample,
+            "evaluation": self.evaluate,
+        }
+        self.logger.add_figures(self.progress.step, name, tasks[name]())
 
     def measuring(self, step: int) -> AbstractContextManager[None]:
         """Context manager around the update of this step: the meters measure it, if it will be logged."""
         self.measured = self.meters if not self.has_logged or self.is_log_due(step) else []
         return measuring(self.measured) if self.measured else nullcontext()
 
-    def repeat_evaluation(self) -> None:
-        """Evaluate the step that the run continues from, if its evaluation was due and did not finish."""
-        is_missing = [self.is_evaluation_due() and self.logger.lacks_evaluation(self.progress.step)]
-        dist.broadcast_object_list(is_missing, src=0)  # only rank 0 reads the records
-        if is_missing[0]:
-            self.logger.message(f"repeating the evaluation of step {self.progress.step}, which did not finish")
-            self.evaluate()
+    def repeat_unfinished(self) -> None:
+        """Repeat the tasks that were due at the step that the run continues from, and did not finish."""
+        step, due = self.progress.step, self.due_tasks()
+        if self.checkpoints.has_only_average:  # other tasks would get other figures than with the trained weights
+            due = [name for name in due if name != "validation" and self.config.sampling.use_ema]
+        missing = [[name for name in due if self.logger.lacks_figures(step, name)]]
+        dist.broadcast_object_list(missing, src=0)  # only rank 0 reads the records
+        for name in missing[0]:
+            self.logger.message(f"step {step} lacks its {name}, which runs now")
+            self.run(name)
 
     def is_log_due(self, step: int) -> bool:
         """Whether this step is logged: also where a validation, a grid or an evaluation gives numbers."""
-        config = self.config
-        grid_freq = config.metrics.sample_freq if config.metrics.enable_sampling else 0
-        freqs = (config.metrics.log_freq, config.validation.freq, config.evaluation.freq, grid_freq)
-        return any(self.is_due(freq, step) for freq in freqs)
+        return any(self.is_due(freq, step) for freq in (self.config.metrics.log_freq, *self.task_freqs().values()))
 
     def is_due(self, freq: int, step: int | None = None) -> bool:
         """Every `freq` steps and at the last step; with a frequency of 0 only at the last step.
@@ -137,9 +159,6 @@ class PeriodicTasks:
         """
         step = self.progress.step if step is None else step
         return step == self.config.training.steps or (freq > 0 and step % freq == 0)
-
-    def is_evaluation_due(self) -> bool:
-        return self.config.evaluation.freq > 0 and self.is_due(self.config.evaluation.freq)
 
     def is_save_due(self) -> bool:
         checkpoint = self.config.checkpoint
@@ -171,7 +190,7 @@ class PeriodicTasks:
     def log(self, result: StepResult) -> None:
         self.guard.wait()
         self.has_logged = True
-        extra: dict[str, float] = dict(self.extra_metrics)
+        extra: dict[str, float] = {}
         if self.unreadable:
             extra["corrupt_images_rank0"] = len(self.unreadable)
         if self.scaler is not None:
@@ -183,7 +202,7 @@ class PeriodicTasks:
         loss = means.pop("loss")
         measured.append(("diffusion.objective", self.config.diffusion.objective, means))
         for option, value, numbers in measured:
-            if taken := sorted(numbers.keys() & {*ALL_KEYS, *extra}):
+            if taken := sorted(numbers.keys() & {*ALL_KEYS, *BIN_KEYS, *extra}):
                 raise option_error(option, value, f"logs {taken[0]}, a name that is taken; must have another name")
             extra |= numbers
         record = self.logger.log(
@@ -195,7 +214,6 @@ class PeriodicTasks:
             max_loss=max_over_ranks(result.means["loss"].clone()).item() if self.config.metrics.legacy_tags else None,
         )
         self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])
-        self.extra_metrics.clear()
 
     def memory(self) -> dict[str, Any]:
         """This rank's peak memory in GiB, the memory of the device, and the number of allocator retries."""
@@ -206,7 +224,8 @@ class PeriodicTasks:
         retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
         return {"peak_memory_gib": self.peak_memory_gib, "capacity_gib": capacity, "alloc_retries": retries}
 
-    def validate(self) -> None:
+    def validate(self) -> dict[str, float]:
+        """Loss on held-out images."""
         job, config = self.job, self.config
         self.supervision.note(self.progress.step, "validation")
         assert job.validation_dataset is not None
@@ -224,7 +243,7 @@ class PeriodicTasks:
                 leave_out=lambda skipped: self.name_unreadable(skipped.values()),
                 device=job.device,
             )
-        self.extra_metrics.update(self.last_validation)
+        return self.last_validation
 
     @contextmanager
     def _sampling_model(self, task: str, *, timeout_seconds: int) -> Iterator[None]:
@@ -242,15 +261,15 @@ class PeriodicTasks:
             dist.barrier()
         self.supervision.set_timeout(previous, but=group)
 
-    def evaluate(self) -> None:
-        """Measure samples of the model with `evaluation.metrics`, and add the figures to the record of this step."""
+    def evaluate(self) -> dict[str, float]:
+        """Measure samples of the model with `evaluation.metrics`."""
         assert self.job.evaluation is not None
         with self._sampling_model("evaluation", timeout_seconds=_EVALUATION_TIMEOUT_S):
-            found = self.job.evaluation(self.model, self.sampler, say=self.logger.message)
-        self.logger.add_evaluation(self.progress.step, found)
+            return self.job.evaluation(self.model, self.sampler, say=self.logger.message)
 
-    def sample(self) -> None:
+    def sample(self) -> dict[str, float]:
         """Draw the grid of generated and real images of this step."""
+        likeness: dict[str, float] = {}
         # Rank 0 decodes while the others wait.
         with self._sampling_model("sampling", timeout_seconds=self.config.comm.init_timeout_seconds):
             start = time.perf_counter()
@@ -258,9 +277,8 @@ class PeriodicTasks:
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
                 with self.supervision.reporting("decoding samples"):
-                    self.write_grid(generated)
-        if self.progress.step:  # a grid before the first step has no log record
-            self.extra_metrics["seconds_per_image"] = seconds / (generated.shape[0] * generated.shape[1])
+                    likeness = self.write_grid(generated)
+        return {"seconds_per_image": seconds / (generated.shape[0] * generated.shape[1]), **likeness}
 
     def draw(self) -> torch.Tensor:
         """Samples for the rows of the grid, drawn with the model."""
@@ -274,17 +292,17 @@ class PeriodicTasks:
             say=self.logger.message,
         )
 
-    def write_grid(self, generated: torch.Tensor) -> None:
+    def write_grid(self, generated: torch.Tensor) -> dict[str, float]:
+        """Decode samples and write the grid. Returns their likeness to real images."""
         path = self.job.run_directory.sample_path(self.progress.step)
         try:
             likeness = self.grids.write(path, self.job.space.to_pixels(generated), step=self.progress.step)
         except OSError as error:  # a full disk must not end the run
             self.supervision.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
-            return
-        if self.progress.step:
-            self.extra_metrics.update(likeness)
+            return {}
         self.logger.log_image("samples", path, self.progress.step)
         self.last_grid = path
+        return likeness
 
 
 def mean_over_ranks(loss: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -225,7 +225,7 @@ class Trainer:
             self.checkpoints.save()  # a rollback needs it
         if config.metrics.enable_sampling and config.sampling.at_start and self.progress.step == 0:
             tasks.sample()
-        tasks.repeat_evaluation()
+        tasks.repeat_unfinished()
         if config.training.compile and self.progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
         with profiling(
@@ -352,7 +352,6 @@ class Trainer:
         warning = self.rollback.to_last_checkpoint(divergence)
         self.logger.roll_back(self.progress.step, self.progress.images_seen)
         profiler.return_to(self.progress.step)
-        self.tasks.extra_metrics.clear()
         self.supervision.warn(warning)
         return self.open_stream()
 

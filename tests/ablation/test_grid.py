@@ -34,6 +34,10 @@ def write_grid(folder: Path, text: str = SMALL) -> str:
     return str(path)
 
 
+def test_a_grid_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    assert load_grid(write_grid(tmp_path, f"\ufeff{SMALL}")) == load_grid(write_grid(tmp_path))
+
+
 def message_of(folder: Path, text: str, **options: object) -> str:
     with pytest.raises(ConfigError) as caught:
         load_grid(write_grid(folder, text), **options).runs()  # type: ignore[arg-type]

@@ -170,6 +170,11 @@ def test_toml_becomes_typed_value(tmp_path: Path, line: str, option: str, expect
     assert type(value) is type(expected)
 
 
+def test_a_toml_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    file = write_toml(tmp_path, "\ufeff[training]\nsteps = 5\n")
+    assert load_config(["--job.config_file", file]).training.steps == 5
+
+
 def test_flags_go_over_the_toml(tmp_path: Path) -> None:
     file = write_toml(tmp_path, "[training]\nsteps = 5\nbatch_size = 3\n")
     config = load_config(["--training.steps=7", "--job.config_file", file])

@@ -21,6 +21,7 @@ from torchditan.data_stream.datasets import (
     REQUIRED,
     Batch,
     BatchedDataset,
+    CorruptImageError,
     DatasetDescription,
     GroupedDataset,
     ImageDataset,
@@ -158,7 +159,7 @@ class Mine:
         return self.num
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"sample": torch.zeros(self.sample_shape)}
+        return {"sample": torch.zeros(self.sample_shape), "class_label": 0}
 
 
 def test_one_line_adds_a_dataset_and_it_is_checked_like_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +209,71 @@ def test_a_dataset_that_lacks_something_is_refused_by_name(
         rf'dataset.dataset_name = "mine": its class Flowers has no {missing}[ (].*; see docs/extending.md$',
         dataset_name="mine",
     )
+
+
+RAMP = torch.linspace(-1, 1, 48).view(3, 4, 4)
+BYTES = (RAMP * 127.5 + 127.5).round()
+
+
+@pytest.mark.parametrize(
+    ("item", "found"),
+    [
+        ({"sample": BYTES.byte(), "class_label": 0}, r"torch.Tensor uint8 \(3, 4, 4\), from 0 to 255"),
+        ({"sample": BYTES, "class_label": 0}, r"torch.Tensor float32 \(3, 4, 4\), from 0 to 255"),
+        ({"sample": RAMP.permute(1, 2, 0), "class_label": 0}, r"float32 \(4, 4, 3\), from -1 to 1"),
+        ({"sample": RAMP.numpy(), "class_label": 0}, r"numpy.ndarray float32 \(3, 4, 4\)"),
+        ({"sample": RAMP.double(), "class_label": 0}, "float64"),
+        ({"sample": RAMP / RAMP.abs().round(), "class_label": 0}, "not finite"),
+        ({"sample": RAMP}, "no class_label; must be an integer, 0 to 1"),
+        ({"sample": RAMP, "class_label": 2}, "class_label 2; must be an integer, 0 to 1"),
+        ({"sample": RAMP, "class_label": "a"}, "class_label 'a'"),
+        ({"image": RAMP, "class_label": 0}, "missing"),
+        ((RAMP, 0), "a tuple; must be a dict"),
+    ],
+)
+def test_a_dataset_whose_first_item_breaks_the_contract_is_refused(
+    item: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = [item]
+    mine: Any = type("Theirs", (Mine,), {"__getitem__": lambda self, index: given[0]})
+    monkeypatch.setitem(DATASETS, "mine", lambda config, **options: mine(num=2, class_names=["a", "b"]))
+    refuse(f'dataset.dataset_name = "mine": .*first item.* {found}', dataset_name="mine")
+    given[0] = {"sample": RAMP, "class_label": np.int64(1)}
+    assert len(build_dataset(Dataset(dataset_name="mine"), split="train")) == 2
+
+
+def test_the_first_item_may_be_latents_of_one_of_several_shapes_or_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Latents(Mine):
+        sample_shape = (4, 2, 3)
+
+        def groups(self) -> list[np.ndarray]:
+            return [np.array([0]), np.array([1])]
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"sample": torch.full((4, 3, 2), 7.0)}
+
+    class Unreadable(Mine):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            raise CorruptImageError("a.png: not a readable image")
+
+    for kind in (Latents, Unreadable):
+        monkeypatch.setitem(DATASETS, "mine", lambda config, kind=kind, **options: kind(num=2, class_names=[]))
+        assert len(build_dataset(Dataset(dataset_name="mine"), split="train")) == 2
+
+
+@pytest.mark.parametrize(("low", "num_lines"), [(0.0, 1), (-1.0, 0)])
+def test_samples_that_may_be_in_0_to_1_get_a_line(
+    low: float, num_lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bright pictures are no mistake; the last sample tells."""
+
+    class Bright(Mine):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"sample": torch.linspace(low if index == self.num - 1 else 0, 1, 48).view(3, 4, 4)}
+
+    monkeypatch.setitem(DATASETS, "mine", lambda config, **options: Bright(num=3, class_names=[]))
+    build_dataset(Dataset(dataset_name="mine"), split="train")
+    assert capsys.readouterr().err.count("note: ") == num_lines
 
 
 OFFLINE = ["digits", "dummy", "earth", *(["emoji"] if sys.version_info >= (3, 11) else [])]

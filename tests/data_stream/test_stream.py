@@ -582,6 +582,20 @@ def png() -> bytes:
     return buffer.getvalue()
 
 
+def test_the_first_item_of_a_streamed_source_is_checked() -> None:
+    pytest.importorskip("torchdata")
+
+    class Reversed(Streamed):  # the first sample has values above 1
+        def iterate(self, *, rank: int, world_size: int) -> InOrder:
+            return InOrder(range(9, -1, -1))
+
+    options: dict[str, Any] = {"seed": 0, "num_classes": 2, "horizontal_flip": None, "num_workers": 0}
+    options |= {"plan": BatchPlan(batch_size=4, global_batch_size=4), "pin_memory": False, "checks_first_item": True}
+    with pytest.raises(ConfigError, match=r"first item .* from 9 to 9\.25"):
+        next(SequentialStream(Reversed(), **options).batches(0))
+    next(SequentialStream(Streamed(), **options).batches(0))
+
+
 def test_a_streamed_source_without_a_whole_batch_is_refused() -> None:
     pytest.importorskip("torchdata")
 

@@ -70,6 +70,14 @@ def test_a_card_returns_from_its_file_with_all_digits(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "card.json").read_text())["card"] == 1
 
 
+def test_a_card_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """As an editor on Windows saves it."""
+    write_card(tmp_path, card())
+    file = tmp_path / "card.json"
+    file.write_text("\ufeff" + file.read_text(encoding="utf-8"), encoding="utf-8")
+    assert read_card(file) == card()
+
+
 def test_card_json_marks_a_card_that_was_written_completely(tmp_path: Path) -> None:
     (tmp_path / "card.md").mkdir()
     with pytest.raises(OSError, match=r"card\.md"):

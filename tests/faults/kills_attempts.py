@@ -120,15 +120,9 @@ class Attempt:
             return "clean-up"
         if self.has_new("*.partial"):
             return "save"
-        if self.lacks_evaluation():
-            return "evaluation"
-        step = last_step(self.run)
-        is_due = step % SAMPLE_FREQ == 0 or step == STEPS
-        grid = self.run / "samples" / f"step_{step:08d}.png"
-        samples = "--metrics.enable_sampling=true" in self.flags
-        if samples and step > self.resumed.step and is_due and changed_at(grid) < self.started:
+        if "--metrics.enable_sampling=true" in self.flags and self.lacks("sampling", SAMPLE_FREQ):
             return "grid"
-        return "step"
+        return "evaluation" if self.lacks_evaluation() else "step"
 
     def has_new(self, pattern: str) -> bool:
         """Whether this attempt left such a folder among the checkpoints and snapshots."""
@@ -136,11 +130,13 @@ class Attempt:
 
     def lacks_evaluation(self) -> bool:
         """Whether an evaluation is due and not recorded."""
-        if f"--evaluation.freq={EVALUATION_FREQ}" not in self.flags:
-            return False
+        return f"--evaluation.freq={EVALUATION_FREQ}" in self.flags and self.lacks("evaluation", EVALUATION_FREQ)
+
+    def lacks(self, task: str, freq: int) -> bool:
+        """Whether a task of this frequency is due at the last logged step, and its figures are not there."""
         last = (read_metrics(self.run) or [{"step": 0}])[-1]
-        is_due = last["step"] == STEPS or (last["step"] > 0 and last["step"] % EVALUATION_FREQ == 0)
-        return is_due and "evaluation_s" not in last
+        is_due = last["step"] == STEPS or (last["step"] > 0 and last["step"] % freq == 0)
+        return is_due and f"{task}_s" not in last
 
     def processes(self) -> list[int]:
         """Ids of all its processes that live."""
@@ -347,14 +343,6 @@ def last_step(run: Path) -> int:
 
 def names_in(folder: Path) -> set[str]:
     return set(os.listdir(folder)) if folder.is_dir() else set()
-
-
-def changed_at(path: Path) -> float:
-    """Seconds since the epoch; 0 where there is nothing."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def touched_at(path: Path) -> float:

@@ -302,9 +302,8 @@ def test_each_phase_is_recognised(attempt: Any, monkeypatch: pytest.MonkeyPatch)
     assert attempt.phase() == "step"
     attempt.flags = ["--metrics.enable_sampling=true"]
     assert attempt.phase() == "grid", "step 14 is due, and its grid not drawn"
-    grid = attempt.run / "samples" / "step_00000014.png"
-    grid.parent.mkdir()
-    grid.touch()
+    lines = [json.dumps(record) for record in curve(sampling_s_14=1.0)[:14]]
+    (attempt.run / "metrics.jsonl").write_text("\n".join(lines))
     assert attempt.phase() == "step"
     partial = attempt.checkpoints / "step-00000015.partial"
     partial.mkdir(parents=True)

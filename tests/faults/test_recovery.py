@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import errno
 import json
+import pkgutil
 import resource
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from full_disk import limit_writes
 from refusals import assert_refused
 
 from torchditan import load
-from torchditan.checkpoint.files import list_checkpoints, step_of, verify
+from torchditan.checkpoint.files import final_weights, list_checkpoints, step_of, verify
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.optim.ema import EMA
@@ -260,6 +262,86 @@ def test_a_disk_that_takes_no_grid_costs_only_the_grid(
     assert code == 0, err
     assert "warning: no grid of step 2: File too large. The run goes on" in out
     assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")] == [1, 2, 3]
+
+
+WITH_TASKS = [
+    *(f"--{option}=2" for option in ("validation.freq", "metrics.sample_freq", "evaluation.freq")),
+    *("--metrics.enable_sampling=true", "--sampling.num_steps=1", "--sampling.max_classes=1"),
+    *("--evaluation.num_samples=8", "--validation.num_images=8", '--evaluation.metrics=["kills_metric:Brightness"]'),
+    *("--training.steps=4", "--training.batch_size=4"),
+]
+TASKS = {
+    "validation": "torchditan.periodic_tasks.validation_losses",
+    "sampling": "torchditan.evaluation.sampler.Sampler.draw_rows",
+    "evaluation": "kills_metric.Brightness.compute",
+}
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """What a run logs at a step, without times and memory."""
+    kept = ("step", "images_seen", "loss", "grad_norm", "lr", "validation_loss", "brightness_generated")
+    done = {name: f"{name}_s" in record for name in TASKS}
+    return {key: record[key] for key in kept if key in record} | done
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_that_fails_costs_neither_the_checkpoint_nor_the_record_of_its_step(
+    task: str, async_mode: str, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command then repeats the task, and the run logs what a run without the failure does."""
+    flags = [*SMALL, *WITH_TASKS, "--checkpoint.interval=2", f"--checkpoint.async_mode={async_mode}"]
+    assert run_script("train.py", *flags, "--metrics.experiment_name=whole").code == 0
+    run = tmp_path / "outputs" / "run"
+    at_failure = []
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        at_failure.extend(list_checkpoints(run / "checkpoint"))
+        raise RuntimeError("a mistake in a plug-in")
+
+    def write_slowly(self: CheckpointManager, *arguments: Any) -> None:
+        time.sleep(0.3)
+        write(self, *arguments)
+
+    write = CheckpointManager._write
+    with monkeypatch.context() as failing:
+        failing.setattr(TASKS[task], fail)
+        failing.setattr(CheckpointManager, "_write", write_slowly)
+        code, _, err = run_script("train.py", *flags, "--metrics.experiment_name=run")
+    assert code == 1
+    assert "RuntimeError: a mistake in a plug-in" in err
+    assert [step_of(path) for path in at_failure] == [2]
+    last = read_metrics(run)[-1]
+    earlier = list(TASKS)[: list(TASKS).index(task)]
+    assert (last["step"], [name for name in TASKS if f"{name}_s" in last]) == (2, earlier)
+    code, _, err = run_script("train.py", *flags, "--metrics.experiment_name=run")
+    assert code == 0, err
+    whole = [without_times(record) for record in read_metrics(tmp_path / "outputs" / "whole")]
+    assert [without_times(record) for record in read_metrics(run)] == whole
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_that_fails_at_the_end_leaves_the_final_weights(
+    task: str, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command repeats it, except a validation, which needs other weights than the averaged ones."""
+    flags = [*ONE_RUN, *WITH_TASKS, "--checkpoint.enable_checkpoint=false", "--checkpoint.save_final"]
+    run = tmp_path / "outputs" / "run"
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if final_weights(run / "checkpoint") is not None:
+            raise RuntimeError("a mistake in a plug-in")
+        return work(*arguments, **options)
+
+    work = pkgutil.resolve_name(TASKS[task])
+    with monkeypatch.context() as failing:
+        failing.setattr(TASKS[task], fail)
+        assert run_script("train.py", *flags).code == 1
+    assert load(run).step == 4
+    assert run_script("train.py", *flags).code == 0
+    records = read_metrics(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert {name for name in TASKS if f"{name}_s" not in records[-1]} == {task} & {"validation"}
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_no_success(

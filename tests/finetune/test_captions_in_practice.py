@@ -285,7 +285,7 @@ def test_a_run_on_captions_is_compared_with_its_images(tmp_path: Path, run_scrip
     for name in ("train", "held_out", "generated"):
         assert card.figures[name].value == pytest.approx(measured[-1][name]), name
     again = run_script("torchditan", "evaluate", "--card=card", "--out=again")
-    assert again.code == 0 and "equal to the bit" in again.err, again.err
+    assert again.code == 0 and "equal to the bit" in again.out, again.err
 
     Path("prompts.txt").write_text("ball 1\n# no prompt\nanother ball\n")
     own = ["--prompts", "@prompts.txt", "--num_samples=4", "--out=own"]

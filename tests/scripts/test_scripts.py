@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cards
 import pytest
 from PIL import Image
 from refusals import assert_refused
@@ -79,10 +80,21 @@ def test_generate_draws_what_it_was_asked_for(outputs: Path, tmp_path: Path, run
     assert Image.open(tmp_path / "x" / "grid.png").size[1] < 5 * 48, "two classes"
 
 
+def test_generate_keeps_the_pictures_that_it_drew_before(outputs: Path, run_script: RunScript) -> None:
+    folder = outputs / RUN / "samples"
+    arguments = ["--seed=7", "--classes=3", "--sampling.images_per_class=1"]
+    for guidance in (1, 2, 3):
+        outcome = run_script("scripts/generate.py", outputs / RUN, *arguments, f"--sampling.guidance_scale={guidance}")
+        assert outcome.code == 0, outcome.err
+    names = ["generated_00000003_seed7.png", "generated_00000003_seed7_2.png", "generated_00000003_seed7_3.png"]
+    assert sorted(path.name for path in folder.glob("*seed7*")) == names
+    assert len({(folder / name).read_bytes() for name in names}) == 3
+
+
 def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path, run_script: RunScript) -> None:
-    code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, "--samples_per_class=2", "--epochs=4")
-    assert code == 0, errors
-    report = json.loads(output)
+    outcome = run_script("scripts/evaluate.py", outputs / RUN, "--samples_per_class=2", "--epochs=4")
+    assert outcome.code == 0, outcome.err
+    report = cards.values(outcome)
     assert (report["step"], report["num_samples"], report["chance"]) == (3, 20, 0.1)
     assert list(report["per_class"]) == list("0123456789")
     assert 0 <= report["accuracy_generated"] <= 1
@@ -97,7 +109,7 @@ def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     flags = ["--samples_per_class=2", "--epochs=4"]
     code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, *flags)
-    assert code == 0 and json.loads(output)["num_samples"] == 20
+    assert code == 0 and output.startswith("| figure")
     for what in (f"loading {outputs / RUN}: ", "training the classifier: ", "drawing 20 samples: "):
         assert any(line.startswith(what) for line in errors.splitlines()), what
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cards
 import pytest
 import torch
 from refusals import assert_refused, refused
@@ -267,7 +268,7 @@ def test_an_imported_run_draws_the_same_pictures(
         pictures.append(picture.read_bytes())
     assert pictures[0] == pictures[1]
     outcome = run_script("scripts/evaluate.py", run, "--samples_per_class=1", "--epochs=1")
-    assert (outcome.code, json.loads(outcome.out)["step"]) == (0, 3)
+    assert (outcome.code, cards.values(outcome)["step"]) == (0, 3)
 
 
 @pytest.mark.parametrize("flags", [[], ["--weights=raw"], ["--dtype=bfloat16"]])

@@ -342,7 +342,7 @@ def _find_grid(name: str) -> Path:
 def _read_tables(path: Path) -> dict[str, Any]:
     """Parse the file as TOML; `read_toml` of a job accepts only sections."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         raise ConfigError(f"{path} cannot be read as a grid file") from None
     return parse_toml(text, path=path)

@@ -176,7 +176,7 @@ def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
     path = folder / CSV_NAME
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     remedy = "move it away to repeat the runs"
     lines = list(csv.reader(io.StringIO(text, newline="")))
     header = lines[0] if lines else []

@@ -127,7 +127,7 @@ class DiffusersAutoencoder(Autoencoder):
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
+        config = json.loads((folder / FILES[0]).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise _refuse(folder, f"{FILES[0]} is not JSON ({first_line(error)})") from error
     class_name = config.get("_class_name") if isinstance(config, dict) else None

@@ -38,8 +38,11 @@ class RunCheckpoints:
         self.guard = guard
         self.saved_step = -1
         """Step of the newest checkpoint; -1 if there are none."""
+        self.has_only_average = False
+        """Whether the run continued from final weights that are an average."""
 
-    def save(self) -> None:
+    def save(self, *, complete: bool = False) -> None:
+        """Save this step. With `complete`, also wait until an asynchronous write has finished."""
         progress, logger = self.progress, self.supervision.logger
         assert logger is not None
         self.supervision.note(progress.step, "saving")
@@ -51,6 +54,8 @@ class RunCheckpoints:
                 self.manager.save()
             else:
                 self.manager.save_weights()
+            if complete:
+                self.manager.wait()
             self.saved_step = progress.step
 
     def load_latest(self) -> bool:
@@ -75,6 +80,7 @@ class RunCheckpoints:
         if not self.load_latest():
             if self.manager.load_final_weights():
                 self.saved_step = self.progress.step
+                self.has_only_average = ema is not None
             elif load_weights is not None:
                 loaded = load_weights()
             if ema is not None:

@@ -552,21 +552,15 @@ def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Origin:
 
 
 def report(card: Card, repeated: Card | None) -> None:
-    """The table on stderr, and all values as one JSON object on stdout."""
+    """The table on stdout, why a figure is missing, and what differs from the card that is repeated."""
     from torchditan.evaluation.card_tables import differences, table
 
-    print(table(card), file=sys.stderr)
+    print(table(card))
+    for name, reason in card.other.items():
+        if isinstance(reason, str):
+            print(f"{name}: {reason}")
     if repeated is not None:
-        print("\n".join(differences(repeated, card)), file=sys.stderr)
-    result = {
-        "run": card.run or (card.images and card.images.path),
-        "step": card.step,
-        "guidance_scale": card.sampling.get("guidance_scale"),
-        "num_samples": card.num_samples,
-        **{name: figure.value for name, figure in card.figures.items()},
-        **card.other,
-    }
-    print(json.dumps(result, indent=2))
+        print("\n".join(differences(repeated, card)))
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ torchditan generate outputs/text_to_image --prompts @prompts.txt --sampling.nega
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -48,7 +49,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--original", action="store_true", help="also sample the model that the run started from, with the same noise"
     )
-    parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
+    parser.add_argument(
+        "--out", type=Path, help="PNG to write; replaces one of this name (default: a new one in samples/ of the run)"
+    )
     arguments, flags = parser.parse(argv)
     if not is_shared(arguments.run):
         check_run(arguments.run)
@@ -116,6 +119,12 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
     return rows, real
 
 
+def new_file(path: Path) -> Path:
+    """`a.png`, or `a_2.png`, `a_3.png`, ... if there is one: a picture with other options has the same name."""
+    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], numbered) if not free.exists())
+
+
 def main() -> None:
     args, flags = parse(sys.argv[1:])
 
@@ -166,7 +175,7 @@ def main() -> None:
         real = None
 
     without = "_without_lora" if args.without_lora else "_and_original" if args.original else ""
-    out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png"
+    out = args.out or new_file(args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(
         out,

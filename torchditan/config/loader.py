@@ -434,7 +434,7 @@ def describe_configurations() -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read `{"training.steps": 10, ...}` from a TOML file, without checking options or values."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise option_error("job.config_file", str(path), f"cannot be read: {reason}") from None

@@ -8,7 +8,11 @@ default there. Optional abilities are methods, each with a protocol here: `Batch
 
 from __future__ import annotations
 
+import operator
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -99,19 +103,24 @@ REQUIRED = {
     "horizontal_flip": "whether samples may be mirrored",
 }
 """Attributes without a default, and their meaning for error messages."""
+_TOLERANCE = 0.01
+"""For pixels, which resizing and noise may move beyond [-1, 1]."""
+_MANY = 16
+"""Samples that are compared with [0, 1]."""
 
 
 def check_contract(dataset: Any, *, name: str) -> None:
-    """Check that a dataset has the attributes and methods of `ImageDataset` or `SequentialDataset`.
+    """Check that a dataset has the attributes and methods of `ImageDataset` or `SequentialDataset`, and its first item.
 
-    A dataset that does not inherit from them receives the defaults of missing optional attributes.
+    A dataset that does not inherit from them receives the defaults of missing optional attributes. The first item of a
+    sequential dataset is checked when its stream reads it.
 
     Args:
         dataset: changed in place.
         name: value of `dataset.dataset_name`.
 
     Raises:
-        ConfigError: an attribute or a method is missing; the message names all of them.
+        ConfigError: an attribute or a method is missing, and the message names all of them; or the item is wrong.
     """
     kind = type(dataset)
     missing = [f"{attribute} ({what})" for attribute, what in REQUIRED.items() if not hasattr(dataset, attribute)]
@@ -127,6 +136,87 @@ def check_contract(dataset: Any, *, name: str) -> None:
         for attribute in DatasetDescription.__annotations__:
             if not hasattr(dataset, attribute):
                 setattr(dataset, attribute, getattr(DatasetDescription, attribute))
+    if isinstance(dataset, (SequentialDataset, StandInDataset)) or len(dataset) == 0:
+        return
+    with suppress(CorruptImageError):  # `dataset.corrupt_images` decides when it is trained on
+        item = dataset[0]
+        check_item(dataset, item, name=name)
+        _warn_of_other_range(dataset, item["sample"])
+
+
+def check_item(dataset: Any, item: Any, *, name: str) -> None:
+    """Check an item of a dataset against its attributes.
+
+    Args:
+        name: value of `dataset.dataset_name`.
+
+    Raises:
+        ConfigError: the item, its sample or its label is not as in the contract.
+    """
+
+    def refuse(right: str) -> ConfigError:
+        return option_error("dataset.dataset_name", name, f"{right}; see docs/extending.md")
+
+    if not isinstance(item, Mapping):
+        raise refuse(f"its first item is a {type(item).__name__}; must be a dict with `sample`")
+    sample: Any = item.get("sample")
+    shape = tuple(dataset.sample_shape)
+    is_tensor = isinstance(sample, torch.Tensor) and sample.dtype == torch.float32
+    is_right = is_tensor and tuple(sample.shape) == shape
+    if is_tensor and isinstance(dataset, GroupedDataset):  # several heights and widths
+        is_right = sample.dim() == len(shape) and sample.shape[0] == shape[0]
+    limit = 1 + _TOLERANCE if _has_pixels(dataset) else float("inf")
+    if not is_right or not sample.isfinite().all() or sample.abs().max() > limit:
+        values = "from -1 to 1" if _has_pixels(dataset) else "finite"
+        right = f"the sample of its first item is {_describe(sample)}"
+        raise refuse(f"{right}; must be a torch.Tensor float32 {shape}, {values}")
+    if dataset.class_names:
+        label: Any = item.get("class_label")
+        last = len(dataset.class_names) - 1
+        is_known = dataset.class_labels is not None  # their range is checked for all
+        if not _is_label(label) or not (is_known or 0 <= label <= last):
+            found = "no class_label" if label is None else f"class_label {label!r}"
+            raise refuse(f"its first item has {found}; must be an integer, 0 to {last}, or class_names must be []")
+
+
+def _has_pixels(dataset: Any) -> bool:
+    """Whether the samples are pictures, not latents, which have any values."""
+    return dataset.index is None and dataset.sample_shape[0] in (1, 3)
+
+
+def _warn_of_other_range(dataset: Any, first: torch.Tensor) -> None:
+    """Print a line on rank 0 if many samples have no negative value: they may be in [0, 1], as torchvision's are."""
+    if not _has_pixels(dataset) or not 0 <= first.min() < first.max() or os.environ.get("RANK", "0") != "0":
+        return
+    indices = [number * len(dataset) // _MANY for number in range(1, _MANY)]
+    if all(dataset[index]["sample"].min() >= 0 for index in indices):
+        right = "if pixels are from 0 to 1, change them to -1 to 1: sample * 2 - 1"
+        print(f"note: samples of {dataset.name} have no negative values; {right}", file=sys.stderr, flush=True)
+
+
+def _describe(sample: Any) -> str:
+    """Type, shape and range of what should be a sample: `numpy.ndarray uint8 (4, 4, 3), from 0 to 255`."""
+    if sample is None:
+        return "missing"
+    kind = type(sample)
+    text = f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+    if not isinstance(sample, (torch.Tensor, np.ndarray)):
+        return text
+    text += f" {str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
+    is_numeric = isinstance(sample, torch.Tensor) or sample.dtype.kind in "biuf"
+    if not is_numeric or 0 in sample.shape:
+        return text
+    values = torch.as_tensor(sample).double()
+    is_finite = values.isfinite().all()
+    return f"{text}, from {values.min():.4g} to {values.max():.4g}" if is_finite else f"{text}, not finite"
+
+
+def _is_label(label: Any) -> bool:
+    try:
+        operator.index(label)
+    except TypeError:
+        return False
+    return True
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.data_stream.datasets import Batch, SequentialDataset
+from torchditan.data_stream.datasets import Batch, SequentialDataset, check_item
 from torchditan.data_stream.loader import Collate
 from torchditan.data_stream.order import BatchPlan
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
@@ -67,6 +67,24 @@ class _PassIterator(Iterator[Any]):
             self.iterator.load_state_dict(state["iterator"])
 
 
+class _CheckingCollate:
+    """`Collate`, which also checks the first item that a worker reads."""
+
+    def __init__(self, collate: Collate, dataset: SequentialDataset) -> None:
+        self.collate = collate
+        self.dataset = dataset
+        self.is_checked = False
+
+    def __call__(self, items: list[dict[str, Any] | ConfigError]) -> Batch | ConfigError:
+        if not self.is_checked and not isinstance(items[0], ConfigError):
+            try:
+                check_item(self.dataset, items[0], name=self.dataset.name)
+            except ConfigError as error:
+                return error
+            self.is_checked = True
+        return self.collate(items)
+
+
 class SequentialStream:
     """This rank's micro-batches of a source that is read in its stored order, without shuffling.
 
@@ -88,6 +106,7 @@ class SequentialStream:
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT,
+        checks_first_item: bool = False,
     ) -> None:
         self.dataset = dataset
         self.plan = plan
@@ -95,7 +114,9 @@ class SequentialStream:
         self.sample_shape = sample_shape or dataset.sample_shape
         self.numbers = numbers
         self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
-        self.collate = Collate(labelled=num_classes > 0)
+        self.collate: Any = Collate(labelled=num_classes > 0)
+        if checks_first_item:
+            self.collate = _CheckingCollate(self.collate, dataset)
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self._loader: Any = None

@@ -206,7 +206,7 @@ def read_card(path: str | Path) -> Card:
         if not file.is_file():
             raise ConfigError(f"{path} has no {CARD_FILE}; {right}, or its folder")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist; {right}") from None
     except OSError as error:

@@ -108,7 +108,7 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
         return "the run started from random weights, without a pipeline"
     try:
         folder = _local(place)
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8-sig"))
         found = index.get("_class_name")
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         return f"{place} has no {INDEX_FILE}"

@@ -193,7 +193,7 @@ def build_stream(job: Job) -> TrainingStream | SequentialStream:
     if options.streaming:
         from torchditan.data_stream.streamed import SequentialStream
 
-        return SequentialStream(cast(SequentialDataset, job.dataset), **shared)
+        return SequentialStream(cast(SequentialDataset, job.dataset), checks_first_item=True, **shared)
     return TrainingStream(
         job.dataset,
         corrupt_images=options.corrupt_images,

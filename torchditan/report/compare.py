@@ -409,7 +409,7 @@ def _runs_in(folder: Path) -> list[Path]:
     """The run directories of a grid in the order of its ledger, or `folder` itself."""
     if not (folder / "grid.json").exists():
         return [folder]
-    ledger = (folder / CSV_NAME).read_text(encoding="utf-8") if (folder / CSV_NAME).exists() else ""
+    ledger = (folder / CSV_NAME).read_text(encoding="utf-8-sig") if (folder / CSV_NAME).exists() else ""
     runs = [folder / RUNS_FOLDER / row["run_name"] for row in csv.DictReader(io.StringIO(ledger))]
     return [run for run in runs if (run / "config.json").exists()]
 

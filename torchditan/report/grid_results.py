@@ -259,7 +259,7 @@ def _read_csv(file: Path) -> pd.DataFrame:
     import pandas as pd
 
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror})") from None

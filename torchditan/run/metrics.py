@@ -358,7 +358,7 @@ class MetricsLogger:
         extra: dict[str, Any] | None = None,
         max_loss: float | None = None,
     ) -> dict[str, Any]:
-        """Report the steps since the last call. `extra` (validation_loss, ...) is added to the fixed keys.
+        """Report the steps since the last call. `extra` (rollbacks, ...) is added to the fixed keys.
 
         `max_loss`, the largest loss of any rank, is one of the course project's TensorBoard tags.
 
@@ -387,15 +387,17 @@ class MetricsLogger:
         self._report(record, max_loss=max_loss)
         return record
 
-    def lacks_evaluation(self, step: int) -> bool:
-        """Whether the record of `step` is there, without the figures of an evaluation."""
+    def lacks_figures(self, step: int, task: str) -> bool:
+        """Whether the record of `step` is there, without the figures of this task."""
         records = read_metrics(self._run_directory.path) if self._run_directory.is_writer else []
-        return any(record["step"] == step and "evaluation_s" not in record for record in records[-1:])
+        return any(record["step"] == step and f"{task}_s" not in record for record in records[-1:])
 
-    def add_evaluation(self, step: int, figures: dict[str, float]) -> None:
-        """Add the figures of an evaluation to the last record, which is that of `step`, in every log."""
-        figures = {"evaluation_s": self.timer.take_excluded("evaluation"), **figures}
+    def add_figures(self, step: int, task: str, figures: dict[str, float]) -> None:
+        """Add figures of a task, such as "validation", to the last record, which is that of `step`, in every log."""
+        figures = {f"{task}_s": self.timer.take_excluded(task), **figures}
         self._run_directory.extend_last_metrics(figures)
+        if "validation_loss" in figures:
+            self._show({"step": step, **figures})
         self._track(figures, step)
 
     def roll_back(self, step: int, images_seen: int) -> None:
@@ -465,10 +467,7 @@ class MetricsLogger:
 
     def _report(self, record: dict[str, Any], *, max_loss: float | None) -> None:
         self._run_directory.append_metrics(record)
-        if self._console is not None:
-            console = self._console
-            line = _console_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
-            console.line(line)
+        self._show(record)
         numbers = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
         legacy: dict[str, float] = {}
         if self._tensorboard is not None and self._has_legacy_tags:
@@ -483,6 +482,11 @@ class MetricsLogger:
                 memory=self.timer.memory.allocator,
             )
         self._track(numbers, record["step"], legacy=legacy)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if (console := self._console) is not None:
+            line = _console_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
+            console.line(line)
 
     def _track(self, numbers: dict[str, float], step: int, *, legacy: dict[str, float] | None = None) -> None:
         """Log numbers of a step to TensorBoard, with the tags in `legacy`, and to W&B."""

@@ -285,7 +285,7 @@ def find_pipeline(config: Config, cls: type[PublishedModel], *, memory: Path) ->
 
 def _check_pipeline(folder: Path, pipeline_class: str, *, name: str, option: str, place: str) -> None:
     try:
-        found = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+        found = json.loads((folder / "model_index.json").read_text(encoding="utf-8-sig")).get("_class_name")
     except (OSError, ValueError, AttributeError, RecursionError):
         raise option_error(option, place, "its model_index.json cannot be read") from None
     text_parts = [path.name for path in folder.iterdir() if is_text_part(path.name)]

@@ -66,7 +66,7 @@ class SingleEncoder(TextEncoder):
             right = "does not exist; must be a folder that transformers saved or a hub name: google/flan-t5-base"
             raise option_error("text_encoder.path", given.path, right)
         try:
-            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            content = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             content = None
         if not isinstance(content, dict) or "model_type" not in content:

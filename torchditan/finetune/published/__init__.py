@@ -72,7 +72,7 @@ def family_of(config: torchditan.config.options.Config) -> type[PublishedModel]:
     if is_hub_name(place):
         folder = fetch(place, patterns=["model_index.json"], what="model_index.json", option="text_encoder.path")
     try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8-sig"))
         class_name = index.get("_class_name")
     except (OSError, ValueError, AttributeError, RecursionError):
         raise option_error("text_encoder.path", place, f"is not a saved pipeline; {HOW_TO_GET}") from None

@@ -42,7 +42,7 @@ class PublishedWeights:
         if self.is_file:
             return None
         try:
-            content = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            content = json.loads((self.path / "config.json").read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             raise option_error("model.path", str(self.path), "its config.json cannot be read") from None
         if not isinstance(content, dict):
@@ -99,7 +99,7 @@ class PublishedWeights:
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
             try:
-                names = set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values())
+                names = set(json.loads(indices[0].read_text(encoding="utf-8-sig"))["weight_map"].values())
                 files = sorted(self.path / name for name in names)
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise option_error("model.path", str(self.path), f"its {indices[0].name} cannot be read") from None
