@@ -59,7 +59,7 @@ class RunScript(Protocol):
 Train = Callable[..., Outcome]
 
 
-FAST_TIER = "not slow and not gpu"  # as in addopts
+FAST_TIER = "not slow and not gpu and not nightly"  # as in addopts
 MAX_WORKERS = 8  # each holds torch, diffusers and pandas: 1 to 2 GiB
 
 
