@@ -533,7 +533,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_real_runs_that_run_out_of_memory_crash_and_hang_leave_the_other_rows_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,9 @@ def assert_close(run: Path, reference: Path, *, within: float = 1e-5) -> None:
     assert difference < within, run.name
 
 
-@pytest.mark.parametrize("modes", [ALONE, pytest.param(ALONE_COMPILED, marks=pytest.mark.slow)], ids=["eager", "more"])
+@pytest.mark.parametrize(
+    "modes", [ALONE, pytest.param(ALONE_COMPILED, marks=pytest.mark.nightly)], ids=["eager", "more"]
+)
 def test_one_curve_in_every_mode_of_one_process(modes: list[list[str]], tmp_path: Path, train: Train) -> None:
     flags = [*GUIDED, f"--training.steps={STEPS}"]
     train("alone", *flags)
@@ -68,7 +70,9 @@ def test_one_curve_in_every_mode_of_one_process(modes: list[list[str]], tmp_path
         assert_close(tmp_path / str(number), tmp_path / "alone")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_one_curve_on_any_number_of_ranks_and_resumed_on_another(
     world_size: int, tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:
