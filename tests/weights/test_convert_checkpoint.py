@@ -699,7 +699,7 @@ def peak_of(code: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+    "world_size", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_no_conversion_takes_more_memory_than_the_model(
     world_size: int, tmp_path: Path, run_distributed: RunDistributed
