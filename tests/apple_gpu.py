@@ -157,6 +157,7 @@ def _kernels() -> dict[str, tuple[str, str | None]]:
     return found
 
 
+@cache
 def has_kernel(func: Any) -> bool:
     """Whether torch's list of operators has a kernel of this one for MPS, or composes it from others."""
     name = func._schema.name.removeprefix("aten::")

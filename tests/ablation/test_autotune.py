@@ -273,8 +273,9 @@ def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path)
         load_config(["--training.steps=auto"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)]
+)
 def test_train_py_finds_the_largest_batch_under_a_memory_limit_and_trains_with_it(
     world_size: int, tmp_path: Path, run_distributed: Any
 ) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from refusals import assert_refused
@@ -16,6 +16,9 @@ from torchditan.ablation.__main__ import parse
 from torchditan.ablation.grid import as_flags, load_grid, parse_axis, run_name
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = """
@@ -291,10 +294,7 @@ def test_a_grid_that_is_not_there_lists_those_that_are() -> None:
         load_grid("7b")
 
 
-def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torchditan.ablation", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+COMMAND = "torchditan/ablation/__main__.py"
 
 
 @pytest.mark.parametrize(
@@ -309,21 +309,21 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exits_with_2(
-    arguments: str, about: str, mentions: list[str], tmp_path: Path
+    arguments: str, about: str, mentions: list[str], tmp_path: Path, run_script: RunScript
 ) -> None:
-    result = run_command(tmp_path, *arguments.split())
-    assert (result.returncode, result.stdout) == (2, "")
-    assert_refused(result.stderr, about, mentions)
+    result = run_script(COMMAND, *arguments.split())
+    assert (result.code, result.out) == (2, "")
+    assert_refused(result.err, about, mentions)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_lists_runs_and_commands_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_lists_runs_and_commands_and_writes_nothing(tmp_path: Path, run_script: RunScript) -> None:
     write_grid(tmp_path)
-    result = run_command(tmp_path, "run", "small.toml", "--dry-run", "--axes.training.batch_size", "auto,2")
-    assert result.returncode == 2, "auto belongs to autotune"
-    result = run_command(tmp_path, "run", "small.toml", "--dry-run", "--axes.parallel", "1,2")
-    assert (result.returncode, result.stderr) == (0, "")
-    lines = result.stdout.splitlines()
+    result = run_script(COMMAND, "run", "small.toml", "--dry-run", "--axes.training.batch_size", "auto,2")
+    assert result.code == 2, "auto belongs to autotune"
+    result = run_script(COMMAND, "run", "small.toml", "--dry-run", "--axes.parallel", "1,2")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
     assert lines[0] == "small: 6 runs of 4 steps, the last 2 measured, into outputs/small"
     assert [line.split()[1] for line in lines[1::2]] == [run.name for run in _runs(tmp_path)]
     assert all("--nproc_per_node=2" in line and "--training.steps=4" in line for line in lines[2::2])

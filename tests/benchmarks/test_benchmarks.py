@@ -31,6 +31,8 @@ from torchditan.models.flops import count_model_flops
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 OURS = Case("ours", "debugmodel", "fp32")
 PLAIN = Case("plain", "debugmodel", "fp32")
@@ -336,7 +338,6 @@ def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: Run
     assert list(ends.values()) == sorted(ends.values())
 
 
-@pytest.mark.slow
 def test_a_second_compiled_start_is_compared_with_the_first(tmp_path: Path) -> None:
     """Only the comparison, with a backend that compiles little. test_compilation.py tests the cache."""
     script, out = Path(step_time.__file__).parent / "start_time.py", tmp_path / "start.json"
@@ -365,7 +366,6 @@ def test_a_mistaken_option_is_refused(arguments: list[str], mistake: str, capsys
     assert mistake in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     out = tmp_path / "lora.json"

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of scripts, not a package
 
 import feature_distances
+
+pytestmark = pytest.mark.nightly
 
 SCRIPT = Path(feature_distances.__file__).parent / "evaluation_time.py"
 

@@ -21,6 +21,8 @@ import gpu_hour_sections
 from gpu_hour import REPOSITORY
 from gpu_hour_sections import Figure, Found, Section
 
+pytestmark = pytest.mark.nightly
+
 PRINT = (sys.executable, "-c", "open(r'{folder}/n', 'w').write('7')")
 FAIL = (sys.executable, "-c", f"print(r'before {REPOSITORY}/train.py'); raise ValueError('no | kernel')")
 
@@ -236,7 +238,6 @@ def test_host_waits_are_named_by_what_calls_them() -> None:
     assert callers == ["aten::_local_scalar_dense < aten::item", "no operator, 3 us"]
 
 
-@pytest.mark.slow
 def test_cheap_sections_run_end_to_end_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "hour.json"
     names = ["step_xl", "resume", "oom"]

@@ -279,8 +279,9 @@ sys.exit(run_job(train.main))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    "async_mode", [pytest.param("disabled", marks=pytest.mark.nightly), pytest.param("async", marks=pytest.mark.slow)]
+)
 def test_slow_deletion_times_no_rank_out(async_mode: str, tmp_path: Path, run_distributed: RunDistributed) -> None:
     arguments = ["--model.flavor=debugmodel", "--dataset.dataset_name=digits", "--dataset.num_workers=0"]
     arguments += ["--training.steps=10", "--training.batch_size=4", "--metrics.enable_sampling=false"]

@@ -403,7 +403,7 @@ sys.exit(run_job(train.main))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("replicate", [1, 2], ids=["FSDP", "DDP"])
 def test_killed_ranks_resume_to_the_bit_and_other_ranks_continue(
     replicate: int, tmp_path: Path, run_distributed: RunDistributed, run_script: RunScript

@@ -100,8 +100,9 @@ def test_a_run_is_not_continued_with_another_prediction_weight_or_base(
         assert outcome.code == 2 and f"{option} is {there} there and {here} here" in outcome.err, number
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_one_curve_on_any_number_of_ranks(
     world_size: int, train: Train, run_distributed: RunDistributed, tmp_path: Path
 ) -> None:

@@ -141,7 +141,7 @@ class Scheduled(Exception):
     """Inductor has chosen the kernels. To write them it would need Triton."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(scheduler, "_is_gpu_triton_backend"), reason="replaces a function of torch 2.13")
 @pytest.mark.parametrize("is_avoided", [True, False])
 def test_small_checkpointed_batches_are_scheduled_for_cuda(is_avoided: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def compare_with_one_process(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.usefixtures("fork_server")
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_outputs_and_gradients_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
     arguments = (world_size, str(tmp_path))
     mp.start_processes(compare_with_one_process, args=arguments, nprocs=world_size, start_method="forkserver")

@@ -143,7 +143,7 @@ def test_a_model_loads_draws_and_is_evaluated_on_mps(
     assert (on_gpu.int() - on_cpu.int()).abs().max() <= 1
     outcome = run_script("torchditan", "generate", str(run), f"--sampling.num_steps={steps}")
     assert outcome.code == 0, outcome.err
-    metric = ["--metrics=classifier", "--num_samples=20", f"--sampling.num_steps={steps}"]
+    metric = ["--metrics=classifier", "--num_samples=20", "--epochs=1", f"--sampling.num_steps={steps}"]
     outcome = run_script("torchditan", "evaluate", str(run), *metric)
     assert outcome.code == 0, outcome.err
     assert "accuracy_generated" in outcome.out

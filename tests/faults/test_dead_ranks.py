@@ -393,7 +393,7 @@ def test_a_killed_rank_ends_its_job_with_the_reason(tmp_path: Path) -> None:
     wait_for(lambda: not processes_in(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stuck_rank_is_named_within_the_timeout_and_does_not_survive(tmp_path: Path) -> None:
     job = start_job(tmp_path, "--comm.train_timeout_seconds=5")
     try:
@@ -415,7 +415,7 @@ def test_a_stuck_rank_is_named_within_the_timeout_and_does_not_survive(tmp_path:
     wait_for(lambda: not processes_in(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_with_max_restarts_a_killed_rank_costs_the_steps_since_the_last_checkpoint_alone(
     tmp_path: Path, run_alone: RunAlone
 ) -> None:

@@ -19,8 +19,7 @@ from fuzz_mutations import PICKLE
 
 from torchditan.config.errors import ConfigError
 
-FAST = ("npz", "tar", "captions", "caption_tar", "toml", "grid_toml", "prompts", "card", "patch_autoencoder")
-"""Kinds whose examples need no process of their own, and whose cases take milliseconds."""
+pytestmark = pytest.mark.nightly
 
 
 def make(folder: Path) -> None:
@@ -150,9 +149,7 @@ def test_a_case_is_a_function_of_its_seed_and_number() -> None:
     assert len({tuple(steps_of(kind, seed, 7)) for kind in KINDS for seed in range(3)}) == 3 * len(KINDS)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_few_cases_of_each_kind_find_nothing(name: str) -> None:
     result = fuzz(KINDS[name], seed=1, seconds=60, most=20)
     assert result["found"] == []

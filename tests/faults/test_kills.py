@@ -30,6 +30,8 @@ from torchditan.ablation.launch import end_processes, processes_of
 from torchditan.run.rank_status import RANKS_VARIABLE, write_rank_status
 from torchditan.run.training_progress import Progress
 
+pytestmark = pytest.mark.nightly
+
 PACE = kills_plans.Pace(start_up_s=4.0, step_s=0.25)
 KILL = kills_plans.Kill(target="launcher", rank=0, signal="SIGKILL", aim="step", moment=0.5, delay_s=0.0)
 PLANS = [kills_plans.plan_of(0, number) for number in range(60)]
@@ -490,7 +492,6 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_five_kills_lose_nothing(tmp_path: Path) -> None:
     """More with `python tests/faults/kills.py --kills 200`."""
     command = [sys.executable, kills.__file__, "--kills=5", "--seed=0", f"--folder={tmp_path}"]

@@ -400,7 +400,7 @@ def free_port() -> int:
     return port
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_nodes_train_as_one_process_and_a_signal_to_one_interrupts_both(tmp_path: Path) -> None:
     port = free_port()
     flags = ("--checkpoint.enable_checkpoint", "--training.steps=2000", "--checkpoint.interval=2000")

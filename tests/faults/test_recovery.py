@@ -1,11 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Resuming on other ranks, saving during training, and a full disk. Kills are in test_kills.py."""
+"""Resuming on other ranks, saving during training, and a full disk. More kills are in test_kills.py."""
 
 from __future__ import annotations
 
 import errno
 import json
 import pkgutil
+import re
 import resource
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 from full_disk import limit_writes
 from refusals import assert_refused
+from tiny_runs import assert_same_state
 
 from torchditan import load
 from torchditan.checkpoint.files import final_weights, list_checkpoints, step_of, verify
@@ -92,6 +94,50 @@ def test_a_run_continues_on_1_to_4_ranks_in_every_mode_and_loses_no_sample(
     assert largest < 1e-5
     lines = [line for file in tmp_path.glob("positions.*") for line in file.read_text().splitlines()]
     assert sorted(position for line in lines for position in json.loads(line)) == list(range(steps * BATCH))
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {repository!r})
+from torchditan.commands import train
+from torchditan.periodic_tasks import PeriodicTasks
+from torchditan.supervision.exit_status import run_job
+
+run_periodic_tasks = PeriodicTasks.run_periodic_tasks
+
+def killed(self, *arguments, **options):
+    if self.progress.step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run_periodic_tasks(self, *arguments, **options)
+
+PeriodicTasks.run_periodic_tasks = killed
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "replicate", "context", "async_mode"),
+    [(1, 1, 1, "async"), (2, 2, 1, "disabled"), (2, 1, 1, "async"), (4, 2, 1, "disabled"), (2, 1, 2, "async")],
+    ids=["one process", "DDP", "FSDP", "HSDP", "context parallel"],
+)
+def test_a_run_killed_in_any_mode_resumes_to_the_bit(
+    world_size: int, replicate: int, context: int, async_mode: str, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    """`python tests/faults/kills.py` makes more kills, at random moments."""
+    flags = [*SMALL, f"--job.dump_folder={tmp_path}", "--training.steps=8", "--training.global_batch_size=8"]
+    flags += [f"--training.data_parallel_replicate_degree={replicate}", f"--checkpoint.async_mode={async_mode}"]
+    flags += [f"--training.context_parallel_degree={context}", "--training.batch_size=2", "--checkpoint.interval=2"]
+    run, whole = ([*flags, f"--metrics.experiment_name={name}"] for name in ("run", "whole"))
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(repository=str(REPOSITORY)))
+    assert run_distributed([script, *run], world_size).returncode != 0
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps([run, whole])], world_size)
+    assert result.returncode == 0, result.stderr
+    assert re.search("resumed at step [24]", result.stdout), result.stdout
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 9))
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert_same_state(tmp_path / "run", tmp_path / "whole", step=8)
 
 
 MEASURING = """

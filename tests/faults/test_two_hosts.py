@@ -18,6 +18,8 @@ from two_hosts import Cluster, Host, two_hosts
 from torchditan.checkpoint.loading import latest_checkpoint, read_numbers, read_state
 from torchditan.run.reading import read_config, read_metrics, read_status
 
+pytestmark = pytest.mark.nightly
+
 TRAINER = Path(__file__).resolve().parents[2] / "train.py"
 STEPS = 60
 TIMEOUT_S = 5
@@ -117,7 +119,6 @@ def ends_of(launches: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     return [process.wait(timeout=PATIENCE_S) for process in launches]
 
 
-@pytest.mark.slow
 def test_a_full_disk_and_a_lost_host_cost_a_checkpoint_and_some_seconds(cluster: Cluster, reference: Path) -> None:
     one, two = cluster.hosts
     elastic = {"NNODES": "1:2", "MAX_RESTARTS": "1", "RDZV_CONF": QUICK}
@@ -141,7 +142,6 @@ def test_a_full_disk_and_a_lost_host_cost_a_checkpoint_and_some_seconds(cluster:
     assert_as_if_nothing_happened(run_of(cluster), reference)
 
 
-@pytest.mark.slow
 # torchrun numbers hosts by name, so rank 0 is on the host that is cut off.
 @pytest.mark.parametrize("cluster", [("two", "one")], indirect=True)
 def test_a_cut_link_is_named_and_two_fixed_hosts_wait_for_each_other(cluster: Cluster, reference: Path) -> None:
@@ -165,7 +165,6 @@ def test_a_cut_link_is_named_and_two_fixed_hosts_wait_for_each_other(cluster: Cl
     assert_as_if_nothing_happened(run_of(cluster), reference)
 
 
-@pytest.mark.slow
 def test_a_host_whose_clock_is_an_hour_behind_is_left_out_and_changes_nothing(
     cluster: Cluster, reference: Path
 ) -> None:

@@ -83,7 +83,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("sd3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["flux", pytest.param("sd3", marks=pytest.mark.nightly)])
 def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(name, pipelines, run_script, tmp_path) -> None:
     images = write_balls(tmp_path / "balls")
     steps = {"flux": 120, "sd3": 560}[name]

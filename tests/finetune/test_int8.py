@@ -197,7 +197,7 @@ def test_recomputed_activations_change_no_gradient(mode: str) -> None:
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_compile_into_one_graph_each() -> None:
     state = seeded(tiny_flux).state_dict()
     models = [build_lora(tiny_flux, base="int8", state=state) for _ in range(2)]

@@ -88,7 +88,7 @@ def predict_as_ours(run: Path, transformer: torch.nn.Module) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "sdxl" else ()) for name in PIPELINES]
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "sdxl" else ()) for name in PIPELINES]
 )
 def test_the_stock_pipeline_opens_the_folder_and_predicts_the_same(
     name: str, run_script: RunScript, export: Export, tmp_path: Path

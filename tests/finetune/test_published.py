@@ -77,8 +77,14 @@ def test_parameters_of_the_published_sizes(name, flavor):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "flavor"), [key for key in PUBLISHED if PUBLISHED[key][1]])
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [
+        pytest.param(*key, marks=pytest.mark.slow if key[0] == "sd3" else pytest.mark.nightly)
+        for key in PUBLISHED
+        if PUBLISHED[key][1]
+    ],
+)
 def test_flops_of_the_published_sizes(name, flavor):
     _, teraflops, sample_shape = PUBLISHED[name, flavor]
     assert count_model_flops(published_spec(name, flavor, sample_shape)).total / 1e12 == pytest.approx(
@@ -112,7 +118,7 @@ def mochi_forward_flops(config: dict, sample_shape: tuple[int, ...], text_length
 
 @pytest.mark.parametrize(
     ("flavor", "sample_shape"),
-    [("debugmodel", (12, 2, 8, 12)), pytest.param("Mochi-1", (12, 28, 60, 106), marks=pytest.mark.slow)],
+    [("debugmodel", (12, 2, 8, 12)), pytest.param("Mochi-1", (12, 28, 60, 106), marks=pytest.mark.nightly)],
 )
 def test_mochi_counts_what_a_closed_form_says(flavor, sample_shape):
     spec = published_spec("mochi", flavor, sample_shape)

@@ -68,7 +68,7 @@ def test_bf16_is_close_to_float32_and_checkpointing_changes_nothing(name, flavor
 
 @pytest.mark.parametrize(
     ("name", "flavor"),
-    [pytest.param(*model, marks=pytest.mark.slow) if model[0] == "sdxl" else model for model in MODELS],
+    [pytest.param(*model, marks=pytest.mark.nightly) if model[0] == "sdxl" else model for model in MODELS],
 )
 def test_every_block_compiles_into_one_graph(name, flavor, mesh):
     torch.compiler.reset()
@@ -85,8 +85,14 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
         assert all(torch.equal(grad, found[key]) for key, grad in expected.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "flavor"), [model for model in MODELS if model[0] not in ("flux", "qwen_image")])
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [
+        pytest.param(*model, marks=pytest.mark.slow if model[0] == "sd3" else pytest.mark.nightly)
+        for model in MODELS
+        if model[0] not in ("flux", "qwen_image")
+    ],
+)
 def test_whole_models_compile_into_one_graph(name, flavor, mesh):
     """The two others are refused. In bf16 one graph rounds the gradients differently: by up to 1.4% of their norm."""
     options = CompileOptions(backend="eager", scope="model")
@@ -100,7 +106,7 @@ def test_whole_models_compile_into_one_graph(name, flavor, mesh):
             assert (found[key] - gradient).norm() <= most * gradient.norm(), (dtype, key)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flux_compiles_with_inductor(mesh):
     torch.compiler.reset()
     loss, _ = trained("flux", "debugmodel", mesh, param_dtype=torch.float32)

@@ -66,7 +66,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_twenty_steps_in_one_process_and_sharded_over_two(run_distributed: RunDistributed, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

@@ -90,9 +90,15 @@ def share_of_right_colour(samples: torch.Tensor) -> list[float]:
     return (strongest == torch.arange(3)[:, None]).float().mean(1).tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("encoder", ["pipeline", "wordllama"])
-@pytest.mark.parametrize("text", ["in_context", "cross_attention", "joint"])
+@pytest.mark.parametrize(
+    ("text", "encoder"),
+    [
+        pytest.param("in_context", "wordllama", marks=pytest.mark.slow),
+        pytest.param("cross_attention", "pipeline", marks=pytest.mark.slow),
+        *(pytest.param(way, "pipeline", marks=pytest.mark.nightly) for way in ("in_context", "joint")),
+        *(pytest.param(way, "wordllama", marks=pytest.mark.nightly) for way in ("cross_attention", "joint")),
+    ],
+)
 def test_the_colour_drawn_is_the_one_the_prompt_names(
     text: str, encoder: str, balls: Path, flux: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
@@ -129,8 +135,13 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
 ALONE = ["--training.steps=6", "--training.batch_size=8"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["in_context", "cross_attention", "joint"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("joint", marks=pytest.mark.slow),
+        *(pytest.param(way, marks=pytest.mark.nightly) for way in ("in_context", "cross_attention")),
+    ],
+)
 def test_two_ranks_follow_the_curve_of_one(
     text: str, balls: Path, mochi: Path, tmp_path: Path, run_script: RunScript, run_distributed: RunDistributed
 ) -> None:

@@ -88,8 +88,14 @@ def assert_same(left: Weights, right: Weights) -> None:
 
 
 QUICK = [("dit", True), ("flux", False), ("sd3", True), ("sd3", False)]
+SLOW = [(model, False) for model in MODELS if model not in dict(QUICK)]
 CASES = [
-    pytest.param(model, ema, marks=[] if (model, ema) in QUICK else pytest.mark.slow, id=f"{model}, {kind}")
+    pytest.param(
+        model,
+        ema,
+        marks=[] if (model, ema) in QUICK else pytest.mark.slow if (model, ema) in SLOW else pytest.mark.nightly,
+        id=f"{model}, {kind}",
+    )
     for model in MODELS
     for ema, kind in ((True, "ema"), (False, "raw"))
 ]

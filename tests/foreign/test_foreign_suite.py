@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from refusals import assert_refused
 
+pytestmark = pytest.mark.nightly
+
 FOLDER = Path(__file__).parent
 ADAPTERS = sorted(path for path in FOLDER.glob("*.py") if "__main__" in path.read_text() and path != Path(__file__))
 
@@ -123,7 +125,6 @@ def test_a_wrong_source_is_one_line(tmp_path: Path) -> None:
     assert_refused(err, f'--source = "{tmp_path}"', ["tests/test_add.py"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.stem)
 def test_each_adapter_refuses_another_folder(adapter: Path, tmp_path: Path) -> None:
     for module in ("diffusers", "torchdata", "safetensors"):

@@ -57,8 +57,9 @@ def assert_close(run: Path, reference: Path) -> None:
     assert difference < 1e-5, run.name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", MODES)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_one_curve_on_any_number_of_ranks_and_resumed_on_another(
     world_size: int, tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:

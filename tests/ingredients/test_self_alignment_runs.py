@@ -27,7 +27,7 @@ def curve(run: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes_to_the_bit(compiled: bool, tmp_path: Path, train: Train) -> None:
     flags = [*ALIGNED, *FAST, *KEEP, "--checkpoint.interval=2", FULL]
     flags += ["--training.compile", "--compile.backend=aot_eager"] if compiled else []

@@ -751,7 +751,7 @@ def test_ranks_of_torchrun_write_the_bytes_of_one_process(
         assert hashes(tmp_path / str(world_size)) == hashes(tmp_path / "one")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_disk_that_is_full_for_a_rank_is_one_line_of_its_own(tmp_path: Path, run_distributed: RunDistributed) -> None:
     """The second shard, which rank 1 writes, is a folder already: it alone cannot write."""
     target = tmp_path / "out" / "train"

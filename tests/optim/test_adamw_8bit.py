@@ -217,6 +217,6 @@ def step_after_the_other_rank(rank: int, world_size: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_with_shards_of_different_sizes_share_a_compile_cache(tmp_path: Path) -> None:
     mp.spawn(step_after_the_other_rank, args=(2, str(tmp_path)), nprocs=2)

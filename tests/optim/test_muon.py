@@ -210,7 +210,7 @@ def closed_form(spec: Any) -> int:
 
 @pytest.mark.parametrize(
     ("flavor", "shares"),
-    [("DiT-S", {16: 0.35, 256: 0.022}), pytest.param("DiT-XL", {256: 0.07}, marks=pytest.mark.slow)],
+    [("DiT-S", {16: 0.35, 256: 0.022}), pytest.param("DiT-XL", {256: 0.07}, marks=pytest.mark.nightly)],
 )
 def test_its_flops_are_those_of_the_closed_form(flavor: str, shares: dict[int, float]) -> None:
     """`shares`: batch size -> FLOPs of the optimizer over those of forward and backward."""
@@ -438,8 +438,9 @@ MODES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", MODES)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_one_curve_on_any_number_of_ranks(
     world_size: int, train: Train, run_distributed: RunDistributed, tmp_path: Path
 ) -> None:
@@ -464,7 +465,7 @@ def test_one_curve_on_any_number_of_ranks(
             assert difference < limit, (dtype, mode)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_resumes_on_two_ranks_to_the_bit_and_on_one_within_rounding(
     train: Train, run_distributed: RunDistributed, tmp_path: Path
 ) -> None:

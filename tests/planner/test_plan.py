@@ -304,8 +304,9 @@ def main(cells: list[list[str]], folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", CELLS)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(n, marks=pytest.mark.slow if n == 2 else pytest.mark.nightly) for n in CELLS]
+)
 def test_state_is_exact_and_the_peak_within_three_tenths_of_a_percent_of_real_runs(
     world_size: int, tmp_path: Path, run_distributed: Any
 ) -> None:
@@ -803,7 +804,7 @@ def test_a_truth_table_on_a_gpu_has_12_eager_cells_or_more(monkeypatch: pytest.M
     assert sum(map(bool, fits)) >= 12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_truth_table_is_written_cell_by_cell(tmp_path: Path) -> None:
     script, out = REPOSITORY / "benchmarks" / "planner_truth.py", tmp_path / "truth.json"
     options = ["--device", "cpu", "--models", "debugmodel", "--no_compiled", "--out", str(out)]

@@ -725,7 +725,7 @@ def test_a_mistake_in_the_command_is_one_line(
     assert_refused(err, about.format(grid=folder), mentions)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_thousand_rows_take_less_than_twenty_seconds(tmp_path: Path, run_script: RunScript) -> None:
     settings = itertools.product(
         (1, 2, 4, 8, 16, 32, 64), (False, True), ("none", "selective", "full"), ("float32", "bfloat16"), ("1,8", "8,1"),

@@ -28,16 +28,22 @@ def project() -> dict[str, Any]:
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
-def direct_dependencies() -> list[Requirement]:
-    """Of the package and of the extras that `dev` installs, on Python 3.11."""
-    extras = project()["optional-dependencies"]
-    dev = {extra for text in extras["dev"] for extra in Requirement(text).extras} | {"dev"}
-    texts = [*project()["dependencies"], *(text for extra in sorted(dev) for text in extras[extra])]
-    found = [one for one in map(Requirement, texts) if one.name != "torchditan"]
-    return [one for one in found if one.marker is None or one.marker.evaluate({"python_version": "3.11"})]
+def requirements(texts: list[str]) -> list[Requirement]:
+    """Those of Python 3.11, with our extras in place of their names."""
+    extras, found = project()["optional-dependencies"], []
+    for one in map(Requirement, texts):
+        if one.name == "torchditan":
+            found += requirements([text for extra in sorted(one.extras) for text in extras[extra]])
+        elif one.marker is None or one.marker.evaluate({"python_version": "3.11"}):
+            found.append(one)
+    return found
 
 
-@pytest.mark.parametrize("dependency", direct_dependencies(), ids=str)
+def direct_dependencies(extra: str) -> list[Requirement]:
+    return requirements([*project()["dependencies"], f"torchditan[{extra}]"])
+
+
+@pytest.mark.parametrize("dependency", direct_dependencies("nightly"), ids=str)
 def test_a_dependency_has_one_version_within_its_range(dependency: Requirement) -> None:
     constraint = CONSTRAINTS[canonicalize_name(dependency.name)]
     version = str(constraint.specifier).removeprefix("==")
@@ -53,7 +59,11 @@ def test_a_constraint_names_a_public_version_and_no_place() -> None:
 
 @pytest.mark.skipif("TORCHDITAN_CONSTRAINED" not in os.environ, reason="only CI has to have these versions")
 def test_ci_runs_with_the_constraints() -> None:
-    for name, constraint in CONSTRAINTS.items():
+    """It installs the extra `dev`. The file also has what `nightly` needs."""
+    installed = {canonicalize_name(one.name) for one in metadata.distributions()}
+    assert {canonicalize_name(one.name) for one in direct_dependencies("dev")} <= installed
+    for name in CONSTRAINTS.keys() & installed:
+        constraint = CONSTRAINTS[name]
         assert metadata.version(name).split("+")[0] in constraint.specifier, name
         if (needed := metadata.metadata(name)["Requires-Python"]) and constraint.marker is None:
             assert "3.10" in Requirement(f"python{needed}").specifier, f"{name} needs a marker: Python {needed}"

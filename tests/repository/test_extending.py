@@ -602,8 +602,9 @@ MODES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", MODES)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_what_looks_inside_follows_one_curve_on_any_number_of_ranks(
     world_size: int, train: Train, run_distributed: RunDistributed, tmp_path: Path
 ) -> None:

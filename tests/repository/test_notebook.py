@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
 SMALLER = {"steps = 120": "steps = 12", "warmup_steps=20": "warmup_steps=2", "log_freq=20": "log_freq=4"}
@@ -28,7 +30,6 @@ def test_the_notebook_is_stored_without_outputs() -> None:
     assert [link for link in links if not (NOTEBOOK.parent / link).exists()] == []
 
 
-@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

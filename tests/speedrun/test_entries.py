@@ -15,6 +15,8 @@ from torchditan import registry
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 
+pytestmark = pytest.mark.nightly
+
 BASE = """
 [entry]
 title = "the base"

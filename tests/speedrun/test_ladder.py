@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
+pytestmark = pytest.mark.nightly
+
 BASE = entries.Entry("base", "the base", 640, {})
 SPREAD = ladder.Spread(0.05, 1000)
 

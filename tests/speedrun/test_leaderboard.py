@@ -18,6 +18,8 @@ import pytest
 
 from torchditan.config.errors import ConfigError
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = Path(leaderboard.__file__)
 BASELINE = replace(entries.load("official_dit"), images=96_000)
 WINNER = replace(BASELINE, name="winner", title="ours", images=19_200, settings={"training.global_batch_size": 32})

