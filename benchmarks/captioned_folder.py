@@ -2,9 +2,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Does `captioned_folder.toml` learn 20 captioned pictures? `python benchmarks/captioned_folder.py --seeds 0 1`
 
-The pictures are drawn here: five kinds, four of each, which differ in position, size, shade and proportions. A sample of
-each caption counts as right if its nearest picture is of the caption's kind; chance is 20%. The squared distance is the
-mean over 8 x 8 averaged pixels plus that of the mean colours. Other flags go to `torchditan train`.
+The pictures are drawn here: five kinds, four of each, which differ in position, size, shade and proportions. A sample
+of each caption counts as right if its nearest picture is of the caption's kind; chance is 20%. The squared distance is
+the mean over 8 x 8 averaged pixels plus that of the mean colours. Other flags go to `torchditan train`.
 """
 
 from __future__ import annotations
