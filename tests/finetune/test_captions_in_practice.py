@@ -115,10 +115,10 @@ def test_pixels_of_few_images_are_decoded_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_captions_of_a_grid_are_spread_over_the_images(tmp_path: Path) -> None:
-    kinds = ("circle", "square", "house", "tree")
+    kinds = ("circle", "house", "square", "tree")
     captions = {f"{kind}_{number}.png": {"text": f"{kind} {number % 2}"} for kind in kinds for number in range(3)}
     dataset = opened(load_config(flags_for(write(tmp_path / "data", captions))))
-    assert dataset.prompts.names == ["circle 0", "square 0", "house 0", "tree 0"]
+    assert dataset.prompts.names == ["circle 0", "house 0", "square 0", "tree 0"]
 
 
 def tokenizer_of(tmp_path: Path, *flags: str) -> Any:

@@ -396,7 +396,7 @@ def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]
     source, shape = sources[-1], tuple(sources[0].sample_shape)
     chosen: dict[str, int] = {}
     count = len(source.captions)
-    step = max(1, count // _NUM_PROMPTS)
+    step = -(-count // _NUM_PROMPTS)
     for index in (index for first in range(step) for index in range(first, count, step)):
         if len(chosen) == _NUM_PROMPTS:
             break
