@@ -127,6 +127,8 @@ def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_scrip
     flags += ["--dataset.num_workers=0", f"--job.dump_folder={tmp_path}"]
     if tables["model"].get("overrides"):
         flags += ["--model.overrides=depth=2"]
+    if tables["model"].get("text") and "text_width" not in tables["model"]:  # captions set the sizes
+        flags += ["--model.text_tokens=4", "--model.text_width=8"]
     if tables["model"].get("path"):  # a published model: weights are drawn, and its latents have 16 channels
         for module in ("diffusers", "peft", "torchao"):
             pytest.importorskip(module)

@@ -458,7 +458,7 @@ class Sampling:
     """Sample from the EMA weights if the run has them."""
     prompts: list[str] = field(default_factory=list)
     """Prompts to sample, one grid row each; `@prompts.txt` stands for the lines of a file (docs/text_to_image.md).
-    Default: the first held-out captions, or else training captions."""
+    Default: four held-out captions, or else training captions."""
     negative_prompt: str = ""
     """Guidance moves samples away from this text. Default: the empty caption."""
     at_start: bool = False

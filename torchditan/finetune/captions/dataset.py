@@ -43,6 +43,8 @@ from torchditan.run.tensor_cache import TensorCache, hash_of
 _NUM_PROMPTS = 4
 _IMAGES_AT_ONCE = 4
 _TEXTS_AT_ONCE = 8
+_KEPT_BYTES = 2**26
+"""Decoded pixels of a dataset that is not larger stay in memory, in each worker process."""
 
 
 class LatentSpace(SampleSpace):
@@ -110,6 +112,7 @@ class CachedCaptions(ImageDataset):
         weights = (source.caption_weights(index) for index in range(len(source)))
         self.shares = {index: np.cumsum(each) for index, each in enumerate(weights) if len(set(each)) > 1}
         """Cumulative shares of the variants of each item whose variants are not drawn equally often."""
+        self._pixels: dict[int, torch.Tensor] = {}
         common = int(self.groups()[0][0])
         self.sample_shape = tuple(self[common]["sample"].shape)
 
@@ -147,11 +150,20 @@ class CachedCaptions(ImageDataset):
 
     def _sample(self, index: int) -> torch.Tensor:
         if self.latents is None:
-            return self.source[index]["sample"]
+            return self._decoded(index)
         assert self.keys is not None and self.shift is not None and self.scale is not None
         mean = self.latents[self.keys[index]]["mean"]
         wide = (-1, *[1] * (mean.dim() - 1))
         return (mean - self.shift.view(wide)) * self.scale.view(wide)
+
+    def _decoded(self, index: int) -> torch.Tensor:
+        """The pixels. To decode 16 photos of 12 megapixels in each step takes longer than a step of a small model."""
+        if index in self._pixels:
+            return self._pixels[index]
+        pixels: torch.Tensor = self.source[index]["sample"]
+        if pixels.nbytes * len(self) <= _KEPT_BYTES:
+            self._pixels[index] = pixels
+        return pixels
 
 
 class LookedUpCaptions(ImageDataset):
@@ -382,14 +394,19 @@ def _rows_of(
 
 
 def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]:
-    """(caption, source of its image, content key) of the first images of the common shape, held-out images if any."""
+    """(caption, source of its image, content key) of images of the common shape, held-out ones if there are any.
+
+    They are spread evenly over the images, because files of one kind often follow each other.
+    """
     source, shape = sources[-1], tuple(sources[0].sample_shape)
     chosen: dict[str, int] = {}
-    for index, caption in enumerate(source.captions):
+    count = len(source.captions)
+    step = -(-count // _NUM_PROMPTS)
+    for index in (index for first in range(step) for index in range(first, count, step)):
         if len(chosen) == _NUM_PROMPTS:
             break
         if tuple(source.shape_of(index)) == shape:
-            chosen.setdefault(caption, index)
+            chosen.setdefault(source.captions[index], index)
     if not chosen:
         return _own_prompts(sources[:1])
     return [
