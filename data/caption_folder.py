@@ -94,7 +94,7 @@ def read_folder(
             if isinstance(content, Frames)
             else {entry.name}
         )
-    reading = describe_parts(by_part, what=f"{kind_word(is_video)}s")
+    reading = describe_parts(by_part, what=kind_word(is_video))
     if files := sorted(name for name in read if suffix_of(name) in _HOLD_CAPTIONS):
         reading.insert(0, f"captions from {some(files)}")
     unread = [_join(parts, name) for parts in chosen for name in names[parts] if _join(parts, name) not in read]

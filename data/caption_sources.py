@@ -168,7 +168,7 @@ def _read_tables(root: Path, names: list[str], split: Split, *, config: options.
         raise refusal(f"holds no parquet files for training, only {some(names)}")
     chosen = parts[split if parts["validation"] else "train"]
     entries = _read_parquet(root, [root / name for name in chosen], config, refusal=refusal)
-    return Source(entries, bool(parts["validation"]), describe_parts(parts, what="parquet files"))
+    return Source(entries, bool(parts["validation"]), describe_parts(parts, what="parquet file"))
 
 
 def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
@@ -198,7 +198,7 @@ def read_hub(config: options.Dataset, split: Split) -> Source:
             rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
         refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
         entries += _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
-    return Source(entries, bool(names["validation"]), describe_parts(names, what="splits of the hub"))
+    return Source(entries, bool(names["validation"]), describe_parts(names, what="split"))
 
 
 def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Refusal) -> list[Entry]:

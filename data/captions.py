@@ -51,7 +51,7 @@ from torchditan.datasets.options import (
     photo_channels,
     refuse,
 )
-from torchditan.datasets.splits import Split, suffix_of
+from torchditan.datasets.splits import Split, counted, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.randomness import generator, name_to_index
 
@@ -308,7 +308,7 @@ def _describe(source: Source, config: options.Dataset) -> list[str]:
     lines += source.reading
     if not source.is_divided:
         count = _num_held_out(source.entries, config)
-        lines.append(f"held out: {count:,} images, chosen by their names" if count else "held out: none")
+        lines.append(f"held out: {counted(count, 'image')}, chosen by their names" if count else "held out: none")
     unread = Counter(suffix_of(name) for name in source.unread)
     return lines + ([f"not read: {describe_files(unread)}"] if unread else [])
 

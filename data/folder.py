@@ -31,7 +31,18 @@ from torchditan.datasets.options import (
     photo_channels,
     refuse,
 )
-from torchditan.datasets.splits import PARTS, SPLITS, Division, Part, Parts, Split, describe_parts, suffix_of, walk
+from torchditan.datasets.splits import (
+    PARTS,
+    SPLITS,
+    Division,
+    Part,
+    Parts,
+    Split,
+    counted,
+    describe_parts,
+    suffix_of,
+    walk,
+)
 
 HELD_OUT_SHARE = 0.02
 
@@ -88,9 +99,9 @@ class ImageTree:
     def describe(self) -> list[str]:
         """Lines about what is held out, and what is not read."""
         names = {part: [path for path, _ in found] for part, found in self.images.items()}
-        lines = describe_parts(names, what="images")
+        lines = describe_parts(names, what="image")
         if names["train"] and not names["validation"]:
-            lines.insert(0, f"held out: {HELD_OUT_SHARE:.0%} of the images, chosen by their paths")
+            lines.insert(0, f"held out: {counted(_num_held_out(len(names['train'])), 'image')}, chosen by their paths")
         return lines + ([f"not read: {describe_files(self.other_files)}"] if +self.other_files else [])
 
 
@@ -165,11 +176,15 @@ class ImageFolder(ImageDataset):
 
 def held_out(paths: np.ndarray) -> np.ndarray:
     """(N,) bool, the HELD_OUT_SHARE of the paths with the lowest checksums; at least one of two or more."""
-    count = max(round(HELD_OUT_SHARE * len(paths)), min(1, len(paths) - 1))
+    count = _num_held_out(len(paths))
     checksums = np.array([zlib.crc32(path.replace(os.sep.encode(), b"/")) for path in paths.tolist()])
     chosen = np.zeros(len(paths), dtype=bool)
-    chosen[np.argsort(checksums, kind="stable")[: max(count, 0)]] = True
+    chosen[np.argsort(checksums, kind="stable")[:count]] = True
     return chosen
+
+
+def _num_held_out(num_images: int) -> int:
+    return max(round(HELD_OUT_SHARE * num_images), min(1, num_images - 1), 0)
 
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> ImageFolder:

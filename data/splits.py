@@ -109,7 +109,12 @@ def describe_parts(names: Mapping[Part, Sequence[str]], *, what: str) -> list[st
         "beside": "in no split, not read",
     }
     found = [(title, names[part]) for part, title in titles.items() if names[part]]
-    return [f"{title}: {len(paths):,} {what}, {some(paths)}" for title, paths in found]
+    return [f"{title}: {counted(len(paths), what)}, {some(paths)}" for title, paths in found]
+
+
+def counted(number: int, what: str) -> str:
+    """`1 image`, `1,200 images`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def walk(root: Path) -> Iterator[tuple[Parts, list[str]]]:

@@ -278,7 +278,7 @@ class Shards:
     def describe(self) -> list[str]:
         """Lines about what is held out, and what is not read."""
         names = {part: [place.name for place in places] for part, places in self.places.items()}
-        lines = describe_parts(names, what="tar shards")
+        lines = describe_parts(names, what="tar shard")
         return lines + ([f"not read: {describe_files(self.other_files)}"] if self.other_files else [])
 
 

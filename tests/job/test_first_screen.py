@@ -37,7 +37,7 @@ def test_what_will_be_trained_is_shown_in_one_block_and_when_it_will_end(photos:
     outcome = run_script("train.py", *flags(photos, "--training.steps=12"))
     assert outcome.code == 0, outcome.err
     block, _, rest = outcome.out.partition("step  1/12")
-    for known in ("on folder: 59 images of 3x8x8", "2 classes: cat, dog", "held out: 2%", "3 images, Test/cat/00.png",
+    for known in ("on folder: 59 images of 3x8x8", "2 classes: cat, dog", "held out: 1 image, ", "3 images, Test/cat/00.png",
                   "not read: 1 .txt, 2 .xyz", "memory by the plan: "):  # fmt: skip
         assert known in block, known
     assert rest.count("the run will end at about ") == 1
@@ -69,7 +69,7 @@ def test_captions_are_shown_and_previewed_without_a_text_encoder(
     for known in (
         "captions: 1 of 60 images",
         "59 have only the trigger word sks",
-        "held out: 1 images",
+        "held out: 1 image, ",
         "Test/cat/00.png",
     ):
         assert known in outcome.out, known
