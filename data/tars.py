@@ -328,9 +328,9 @@ def read_text(root: str, name: str) -> str | None:
         system, found = _list_remote(folder)
         infos = [info for info in found if posixpath.basename(info["name"]) == name]
         files = [RemoteFile(system.unstrip_protocol(info["name"]), info["size"], None) for info in infos]
-        return files[0].read_at(0, MOST_TEXT).decode(errors="surrogateescape") if files else None
+        return files[0].read_at(0, MOST_TEXT).decode("utf-8-sig", errors="surrogateescape") if files else None
     path = Path(folder).expanduser() / name
-    return path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else None
+    return path.read_text(encoding="utf-8-sig", errors="surrogateescape") if path.is_file() else None
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -554,7 +554,7 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
         if not is_whole:
             return
         text = raw.read_at(member.offset_data, min(member.size, MOST_TEXT))
-        members.texts.append(text.decode("utf-8", "surrogateescape"))
+        members.texts.append(text.decode("utf-8-sig", "surrogateescape"))
     damage = None if is_whole else "incomplete"
     if not is_stored:
         damage = "a sparse file, as GNU tar writes with -S" if member.issparse() else "a link, not a file"
