@@ -80,7 +80,7 @@ def test_a_lora_over_int8_starts_and_resumes_without_its_source(run_script: RunS
     kept = [*base, "--lora.alpha=6", "--checkpoint.enable_checkpoint=false", "--checkpoint.save_final"]
     start = [f"--checkpoint.initial_load_path={tmp_path / 'first'}"]
     assert run_script("train.py", *job("flux", tmp_path / "kept", *kept, *start)).code == 0
-    flags = [*base, *start[:0], f"--checkpoint.initial_load_path={tmp_path / 'kept'}"]
+    flags = [*base, f"--checkpoint.initial_load_path={tmp_path / 'kept'}"]
     begun = run_script("train.py", *job("flux", tmp_path / "more", *flags, *AS_IT_IS))
     assert begun.code == 0 and "started from" in begun.out, begun.err
     expected = update(tmp_path / "kept")
@@ -120,7 +120,7 @@ def test_a_file_with_more_layers_names_the_option_that_adds_them(
     start = ["--lora.rank=2", *AS_IT_IS, f"--checkpoint.initial_load_path={path}"]
     outcome = run_script("train.py", *job("sd3", tmp_path / "second", *start))
     assert outcome.code == 2
-    assert_refused(outcome.err, f'checkpoint.initial_load_path = "{path}"', ["--lora.target_modules", "to_v"])
+    assert_refused(outcome.err, f'checkpoint.initial_load_path = "{path}"', ["--lora.target_modules", "ff.net.2"])
     option = shlex.split(re.search("--lora.target_modules .*", outcome.err).group())
     outcome = run_script("train.py", *job("sd3", tmp_path / "third", *start, *option))
     assert outcome.code == 0, outcome.err
@@ -130,54 +130,39 @@ def test_a_file_with_more_layers_names_the_option_that_adds_them(
         assert torch.allclose(value, expected.get(name, torch.zeros(1)), atol=1e-6), name
 
 
-@pytest.fixture(scope="module")
-def loras(run_alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs `lora` (sd3, rank 2), `all` (sd3, all weights) and `flux`, and the file of each LoRA."""
-    folder = tmp_path_factory.mktemp("loras")
-    for name, model, flags in (
-        ("lora", "sd3", ["--lora.rank=2"]),
-        ("all", "sd3", []),
-        ("flux", "flux", ["--lora.rank=2"]),
-    ):
-        run_alone("train.py", *job(model, folder / name, *flags))
-        if flags:
-            for format in ("diffusers", "kohya"):
-                run_alone(
-                    "scripts/export_lora.py",
-                    folder / name,
-                    folder / f"{name}_{format}.safetensors",
-                    f"--format={format}",
-                )
-    return folder
+REFUSED = [
+    ("lora", ["--lora.rank=3"], ["rank 2", "lora.rank", "--lora.rank 2"]),
+    ("lora_diffusers.safetensors", ["--lora.rank=4"], ["rank 2", "lora.rank", "--lora.rank 2"]),
+    ("lora_kohya.safetensors", ["--lora.rank=1"], ["rank 2", "lora.rank", "--lora.rank 2"]),
+    ("mixed.safetensors", ["--lora.rank=2"], ["ranks", "lora.rank"]),
+    ("lora", ["--lora.rank=2", "--model.overrides", "num_attention_heads=4"], ["another model"]),
+    ("lora", ["--lora.rank=2", "--model.overrides", "num_layers=1"], ["another model", "transformer_blocks.1"]),
+    ("flux", ["--lora.rank=2"], ["another model", "model.name", "flux", "sd3"]),
+    ("flux_diffusers.safetensors", ["--lora.rank=2"], ["another model", "flux", "sd3"]),
+    ("flux_kohya.safetensors", ["--lora.rank=2"], ["another model"]),
+    ("lora", [], ["--lora.rank"]),
+    ("lora_diffusers.safetensors", [], ["--lora.rank"]),
+    ("all", ["--lora.rank=2"], ["--model.path"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("source", "flags", "mentions"),
-    [
-        ("lora", ["--lora.rank=3"], ["rank 2", "lora.rank", "--lora.rank 2"]),
-        ("lora_diffusers.safetensors", ["--lora.rank=4"], ["rank 2", "lora.rank", "--lora.rank 2"]),
-        ("lora_kohya.safetensors", ["--lora.rank=1"], ["rank 2", "lora.rank", "--lora.rank 2"]),
-        (
-            "lora_diffusers.safetensors",
-            ["--lora.rank=2", "--model.overrides", "num_attention_heads=4"],
-            ["another model"],
-        ),
-        ("lora", ["--lora.rank=2", "--model.overrides", "num_layers=1"], ["another model", "transformer_blocks.1"]),
-        ("flux", ["--lora.rank=2"], ["another model", "model.name", "flux", "sd3"]),
-        ("flux_diffusers.safetensors", ["--lora.rank=2"], ["another model", "flux", "sd3"]),
-        ("flux_kohya.safetensors", ["--lora.rank=2"], ["another model"]),
-        ("lora", [], ["--lora.rank"]),
-        ("lora_diffusers.safetensors", [], ["--lora.rank"]),
-        ("all", ["--lora.rank=2"], ["--model.path"]),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(
-    source: str, flags: list[str], mentions: list[str], loras: Path, run_script: RunScript, tmp_path: Path
-) -> None:
-    flags = [*AS_IT_IS, f"--checkpoint.initial_load_path={loras / source}", *flags]
-    outcome = run_script("train.py", *job("sd3", tmp_path / "run", *flags))
-    assert outcome.code == 2
-    assert_refused(outcome.err, f'checkpoint.initial_load_path = "{loras / source}"', mentions)
+def test_what_does_not_fit_is_refused_in_one_line(run_script: RunScript, tmp_path: Path) -> None:
+    assert run_script("train.py", *job("sd3", tmp_path / "all")).code == 0
+    for name, model in (("lora", "sd3"), ("flux", "flux")):
+        assert run_script("train.py", *job(model, tmp_path / name, "--lora.rank=2")).code == 0
+        for format in ("diffusers", "kohya"):
+            file = tmp_path / f"{name}_{format}.safetensors"
+            assert run_script("scripts/export_lora.py", tmp_path / name, file, f"--format={format}").code == 0
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    tensors = load_file(tmp_path / "lora_diffusers.safetensors")
+    for part in ("lora_A", "lora_B"):
+        tensors[f"{layer}.{part}.weight"] = torch.ones({"lora_A": (3, 64), "lora_B": (64, 3)}[part])
+    save_file(tensors, tmp_path / "mixed.safetensors")
+    for source, flags, mentions in REFUSED:
+        flags = [*AS_IT_IS, f"--checkpoint.initial_load_path={tmp_path / source}", *flags]
+        outcome = run_script("train.py", *job("sd3", tmp_path / "run", *flags))
+        assert outcome.code == 2, source
+        assert_refused(outcome.err, f'checkpoint.initial_load_path = "{tmp_path / source}"', mentions)
 
 
 @pytest.mark.slow

@@ -304,11 +304,9 @@ def start_from(
     # A file in kohya's names has zeros for those parts of a fused layer that were not trained.
     further = [name for name, up in weights.up.items() if name not in trained and up.any()]
     if further:
-        ends = dict.fromkeys([*target_modules, *(_pattern_for(model, name) for name in further)])
-        right = f"add them with --lora.target_modules {' '.join(map(shlex.quote, ends))}"
-        raise ConfigError(
-            f"{shown} has {len(further)} layers that this run does not train ({further[0]}, ...); {right}"
-        )
+        patterns = map(shlex.quote, [*target_modules, *_patterns_for(model, further)])
+        right = f"does not train; add them with --lora.target_modules {' '.join(patterns)}"
+        raise ConfigError(f"{shown} has {len(further)} layers, such as {further[0]}, that this run {right}")
     down, up = {}, {}
     for name in sorted(trained & weights.up.keys()):
         sizes = (ours[f"{name}.lora_B"][0], *ours[f"{name}.lora_A"][1:])
@@ -326,10 +324,17 @@ def start_from(
     return len(down), len(trained)
 
 
-def _pattern_for(model: nn.Module, layer: str) -> str:
-    """A value of `lora.target_modules` that includes this layer."""
-    end = _last_part(layer)
-    return end if layer in find_target_modules(model, [end]) else layer
+def _patterns_for(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Ends of names for `lora.target_modules` that include these layers of any block, and as few others as possible."""
+    in_block = {re.split(r"blocks\.\d+\.", layer)[-1]: layer for layer in layers}
+    patterns = []
+    for name, layer in in_block.items():
+        parts = name.split(".")
+        ends = [".".join(parts[i:]) for i in reversed(range(len(parts))) if not parts[i].isdigit()]
+        matches = {end: find_target_modules(model, [end]) for end in ends}
+        fitting = [end for end in ends if layer in matches[end]]
+        patterns.append(min(fitting, key=lambda end: len(matches[end]), default=layer))
+    return patterns
 
 
 def _without_zeros(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:

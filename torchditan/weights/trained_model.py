@@ -407,7 +407,7 @@ class TrainedModel:
             ConfigError: it started from random weights, or its initial weights no longer exist.
         """
         given = self.config.checkpoint.initial_load_path
-        if self.config.model.path is None and given is None:
+        if self.config.model.path is None and (given is None or self.config.lora.rank):
             raise option_error("--original", True, "this run started from random weights; leave it out")
         if given is not None and not self.config.lora.rank and not Path(given).exists() and not is_shared(given):
             raise option_error("--original", True, f"the run started from {given}, which does not exist; leave it out")
