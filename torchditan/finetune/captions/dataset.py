@@ -43,7 +43,7 @@ from torchditan.run.tensor_cache import TensorCache, hash_of
 _NUM_PROMPTS = 4
 _IMAGES_AT_ONCE = 4
 _TEXTS_AT_ONCE = 8
-_KEPT_BYTES = 2**26
+_KEPT_BYTES = 2**27
 """Decoded pixels of a dataset that is not larger stay in memory, in each worker process."""
 
 
