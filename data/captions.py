@@ -284,7 +284,7 @@ def build(
     else:
         root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
         source = read_source(root, split, config=config, cache_folder=cache_folder)
-    if source.is_divided and config.held_out is not None:
+    if source.is_divided and config.held_out:
         right = f"{getattr(config, option)} has held-out images of its own; leave it out"
         raise option_error("dataset.held_out", config.held_out, right)
     refuse_bare(source, refusal=refusal, trigger_word=config.trigger_word)

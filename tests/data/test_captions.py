@@ -413,6 +413,7 @@ def test_train_and_validation_folders_are_respected(tmp_path: Path) -> None:
     assert open_captions(tmp_path, "validation").captions == ["b"]
     with pytest.raises(ConfigError, match=r"dataset.held_out = 1: .*; leave it out"):
         open_captions(tmp_path, held_out=1)
+    assert open_captions(tmp_path, held_out=0).captions == ["a"]  # as configurations for few images set it
 
 
 def metadata(*lines: str) -> Callable[[Path], Path]:
