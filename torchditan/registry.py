@@ -99,7 +99,8 @@ PLAN_RUN = "torchditan.planner.plan:plan_run"
 """What estimates the memory of a job before it starts."""
 
 LOAD_INITIAL_WEIGHTS = "torchditan.weights.initial:load_initial_weights"
-"""The function for `checkpoint.initial_load_path`."""
+INITIAL_IDENTITY = "torchditan.weights.initial:identity_of"
+"""The functions for `checkpoint.initial_load_path`: load the weights, and tell a LoRA that moved."""
 
 EVALUATION = "torchditan.evaluation.during_training:TrainingEvaluation"
 """What measures samples during training, for `evaluation.freq`."""

@@ -25,7 +25,6 @@ from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, Stop
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
-from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
 from torchditan.data_stream.workers import awaited_worker
 from torchditan.diffusion.objectives import split
@@ -75,7 +74,7 @@ class Trainer:
         compare_files(job)
         job.run_directory.open(
             to_dict(job.config),
-            trajectory=trajectory(job.config),
+            trajectory=job.trajectory,
             class_names=job.dataset.class_names,
             device=str(job.device),
             world_size=job.rank.world_size,
@@ -143,6 +142,7 @@ class Trainer:
             job.run_directory.folder(config.checkpoint.folder),
             self.run_state(),
             config=config,
+            of_job=job.trajectory,
             timeout_seconds=config.comm.init_timeout_seconds,
             warn=supervision.warn,
         )

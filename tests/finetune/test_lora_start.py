@@ -17,6 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_whole_path import assert_same, drawn, job, opened
 
+from torchditan.config.trajectory import INITIAL_WEIGHTS, differences
+from torchditan.weights.initial import identity_of
+
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
@@ -98,6 +101,12 @@ def test_a_file_with_fewer_layers_leaves_the_others_at_zero(run_script: RunScrip
     assert run_script("train.py", *job("sd3", tmp_path / "first", "--lora.rank=2")).code == 0
     path = tmp_path / "all.safetensors"
     assert run_script("scripts/export_lora.py", tmp_path / "first", path).code == 0
+    # A run continues where its LoRA lies elsewhere, or was exported since: it is known by its matrices.
+    known, file = identity_of(str(tmp_path / "first")), identity_of(str(path))
+    assert known is not None and known == file and identity_of(str(tmp_path / "gone")) is None
+    key, there = "checkpoint.initial_load_path", {"checkpoint.initial_load_path": "a", INITIAL_WEIGHTS: known}
+    assert differences(there, {key: "b", INITIAL_WEIGHTS: file}) == []
+    assert len(differences(there, {key: "b", INITIAL_WEIGHTS: None})) == 1
     part = change(path, to=tmp_path / "part.safetensors", keep=lambda name: ".to_q." in name)
     flags = ["--lora.rank=2", *AS_IT_IS, f"--checkpoint.initial_load_path={part}"]
     outcome = run_script("train.py", *job("sd3", tmp_path / "more", *flags))

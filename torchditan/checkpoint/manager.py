@@ -90,6 +90,7 @@ class CheckpointManager:
         state: everything that a checkpoint contains.
         config: the resolved settings; the `[checkpoint]` section controls saving.
         timeout_seconds: how long ranks wait for each other while they save or load.
+        of_job: `Job.trajectory`; None uses that of the configuration.
         warn: prints a line. Called on rank 0, possibly by the writing thread.
     """
 
@@ -102,6 +103,7 @@ class CheckpointManager:
         *,
         config: Config,
         timeout_seconds: int,
+        of_job: dict[str, Any] | None = None,
         warn: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2),
     ) -> None:
         self.folder = folder
@@ -110,7 +112,7 @@ class CheckpointManager:
         self.has_checkpoints = config.checkpoint.enable_checkpoint
         """Whether the run writes checkpoints, or only its final weights. True after it continued from a checkpoint."""
         self.config = to_dict(config)
-        self.trajectory = trajectory(config)
+        self.trajectory = trajectory(config) if of_job is None else of_job
         self.verify_after_write = config.checkpoint.verify_after_write
         self.num_steps = config.training.steps
         self.warn = warn

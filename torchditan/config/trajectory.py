@@ -170,6 +170,8 @@ def _left_open(values: dict[str, Any]) -> dict[str, Any]:
     return {name: None if value == own.get(name) else value for name, value in values.items()}
 
 
+INITIAL_WEIGHTS = "checkpoint.initial_weights"
+"""Key of the identity of what `checkpoint.initial_load_path` names, if it is known: a LoRA may have moved."""
 _UNKNOWN_IF_NONE = ("dataset.fingerprint",)
 """Keys for which a stored None means "not recorded": older runs have no fingerprint of the folder dataset."""
 
@@ -186,6 +188,9 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     stored = _left_open(stored)
     absent = "absent"
     unknown = [key for key in _UNKNOWN_IF_NONE if stored.get(key, absent) is None]
+    begun, begins = stored.pop(INITIAL_WEIGHTS, None), given.pop(INITIAL_WEIGHTS, None)
+    if begun is not None and begun == begins:
+        unknown.append("checkpoint.initial_load_path")
     changed = [
         f"the file of {key.removeprefix(_FILE)} was changed since the run began"
         for key in given

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pkgutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torchditan.checkpoint.manager import check_async_mode
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, cache_folder, dataset_channels
 from torchditan.config.rules import validate_parts
+from torchditan.config.trajectory import INITIAL_WEIGHTS, trajectory
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import Objective, build_objective, uses_teacher
@@ -31,7 +33,7 @@ from torchditan.job.complete import (
 from torchditan.job.description import describe_data
 from torchditan.latents.sample_space import SampleSpace, pixel_space
 from torchditan.models import ModelSpec
-from torchditan.registry import EVALUATION, OPEN_CAPTIONS, OPEN_DATASET, OPEN_LATENTS
+from torchditan.registry import EVALUATION, INITIAL_IDENTITY, OPEN_CAPTIONS, OPEN_DATASET, OPEN_LATENTS
 from torchditan.run.directory import RunDirectory, run_path
 from torchditan.run.metrics import check_trackers
 from torchditan.run.profiling import check_profiling
@@ -64,6 +66,14 @@ class Job:
     """Not opened yet."""
     evaluation: Evaluate | None
     """Measures the samples of a model, if `evaluation.freq` is set: called on all ranks, returns figures by name."""
+
+    @functools.cached_property
+    def trajectory(self) -> dict[str, Any]:
+        """What decides the weights of this run. Only a job that agrees may continue it."""
+        found, path = trajectory(self.config), self.config.checkpoint.initial_load_path
+        if path is not None and self.config.lora.rank:
+            found[INITIAL_WEIGHTS] = pkgutil.resolve_name(INITIAL_IDENTITY)(path)
+        return found
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,6 +78,19 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     _raise_on_all_ranks(mistake)  # a rank may be the only one that reads a damaged tensor
     step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
     return "; ".join([f"weights of {path}{step}", *notes, *differing])
+
+
+def identity_of(path: str) -> str | None:
+    """What identifies the LoRA at this path by its matrices, whatever their names; None for other weights."""
+    try:
+        stored = None if is_shared(path) else _describe(Path(path))
+        if stored is None or not is_lora(stored.shapes):
+            return None
+        tensors = read_weights(stored).values()
+    except ConfigError:  # a run that continues does not need it any more
+        return None
+    hashes = sorted(sha256(tensor.float().numpy().tobytes()).hexdigest() for tensor in tensors if tensor.ndim > 1)
+    return f"lora-{sha256(' '.join(hashes).encode()).hexdigest()[:16]}"
 
 
 def _fill_all(model: nn.Module, stored: StoredWeights, config: Config, differing: list[str]) -> list[str]:
