@@ -186,6 +186,7 @@ def _read_metadata(
         if config.caption_key not in row:
             right = f"{where} has no such column; must be one of {', '.join(map(str, row))}"
             raise option_error("dataset.caption_key", config.caption_key, right)
+        captions = captions_in(row, config.caption_key, where=where, refusal=refusal)
         relative = PurePosixPath(row["file_name"].replace("\\", "/"))  # of Windows
         if relative.is_absolute() or ".." in relative.parts:
             raise refusal(f"{where}: {relative} is outside the folder; must be a path inside it")
@@ -195,7 +196,6 @@ def _read_metadata(
         name, content = known[wanted]
         if name in entries:
             raise refusal(f"{where}: {relative} is listed twice; use repeats to show it more often")
-        captions = captions_in(row, config.caption_key, where=where, refusal=refusal)
         repeats = row.get("repeats", 1)
         if type(repeats) is not int or repeats < 1:
             raise refusal(f"{where}: repeats must be an integer of at least 1")
