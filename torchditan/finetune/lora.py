@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.finetune.lora_file import AdapterWeights, read_adapter
-from torchditan.models.initialization import WRAPPERS, fill, named_parameters_to_fill, weight_generator
+from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
 
 DEFAULT = "default"
 ASSISTANT = "assistant"
@@ -91,7 +91,7 @@ def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """Names of the layers of these kinds in the bare model without adapters. Adapted layers are included."""
+    """Names of the layers of these kinds in the model without adapters. Adapted layers are included."""
     from peft.tuners.lora import LoraLayer
 
     names, wrapped = [], None
@@ -101,8 +101,6 @@ def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
         if isinstance(module, LoraLayer):
             wrapped = f"{name}."
         if isinstance(getattr(module, "base_layer", module), kinds):
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
             names.append(name)
     return names
 
