@@ -554,8 +554,8 @@ def test_a_preview_measures_images_and_latents_and_writes_nothing(
     shown = read_toml(tmp_path / "shown.toml")
     assert run_script("torchditan", *command).code == 0
     index = read_index(tmp_path / "out/train")
-    assert shown["autoencoder.shift"] == pytest.approx(list(index.shift), abs=1e-3)  # stored in bfloat16
-    assert shown["autoencoder.scale"] == pytest.approx(list(index.scale), rel=1e-3)
+    assert shown["autoencoder.shift"] == pytest.approx(list(index.shift), abs=4e-3)  # of bfloat16
+    assert shown["autoencoder.scale"] == pytest.approx(list(index.scale), rel=4e-3)
 
 
 @pytest.mark.parametrize("command", ["encode", "pack", "train"])
