@@ -6,7 +6,7 @@ Notable:
   `imagenet_ci8x8.safetensors`. Without `dataset.root_dir` it reads the public file in the working directory;
 - `read_batch` reads a batch as stored, which the device normalizes; a single item is normalized here;
 - a mirrored sample is the stored latent of the mirrored image, because an encoder does not commute with a mirror;
-- `hub:owner/name` as `dataset.root_dir` downloads shared latents, and a shared folder has its autoencoder with it;
+- `hub:owner/name` as `dataset.root_dir` downloads shared latents;
 - held-out latents are normalized like the training latents, never by their own statistics.
 """
 
@@ -86,9 +86,6 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
         raise option_error("dataset.horizontal_flip", True, right)
     index = train_shards.index
     dataset = Latents(shards, name=config.dataset_name, shift=index.shift, scale=index.scale)
-    shared_autoencoder = root / "autoencoder"
-    if index.autoencoder_name == "patch" and index.autoencoder_path is None and shared_autoencoder.is_dir():
-        dataset.index = dataclasses.replace(dataset.index, autoencoder_path=str(shared_autoencoder.resolve()))
     if config.num_classes == 0:
         dataset.class_names, dataset.class_labels = [], None
     return dataset

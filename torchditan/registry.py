@@ -212,7 +212,6 @@ AUTOENCODERS = Registry(
     "torchditan.autoencoders",
     {
         "haar": "torchditan.autoencoders.haar:open_haar",
-        "patch": "torchditan.autoencoders.patch:open_patch",
         "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
         "diffusers": "torchditan.autoencoders.published:open_published",
     },

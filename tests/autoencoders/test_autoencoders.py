@@ -61,11 +61,11 @@ def random_images(*shape: int) -> Tensor:
 
 
 def test_unknown_name_lists_all_and_names_the_nearest() -> None:
-    names = "haar, patch, cosmos, diffusers, sd-vae, sdxl, sd3, flux, dc-ae, cosmos-ci8x8, cosmos-ci16x16"
+    names = "haar, cosmos, diffusers, sd-vae, sdxl, sd3, flux, dc-ae, cosmos-ci8x8, cosmos-ci16x16"
     refuse(f'autoencoder.name = "sdxll": must be one of {names}, or module:name; did you mean sdxl?', "sdxll")
 
 
-@pytest.mark.parametrize("name", ["cosmos", "diffusers", "patch"])
+@pytest.mark.parametrize("name", ["cosmos", "diffusers"])
 def test_place_of_the_weights_must_be_given(name: str) -> None:
     refuse("autoencoder.path = none: .*given: .*folder", name)
 

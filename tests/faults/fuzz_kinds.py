@@ -33,7 +33,6 @@ from torchditan import load
 from torchditan.ablation.grid import load_grid
 from torchditan.ablation.ledger import write_ledger
 from torchditan.autoencoders import open_autoencoder
-from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
 from torchditan.checkpoint.files import MANIFEST, read_manifest, write_manifest
 from torchditan.commands.samples_over_steps import read_grids
 from torchditan.config.errors import ConfigError
@@ -470,13 +469,6 @@ def _open_as(name: str, path: str) -> None:
         autoencoder.encode(torch.zeros(1, autoencoder.image_channels, side, side))
 
 
-def _make_patch(folder: Path) -> None:
-    network = PatchNetwork(PatchAutoencoderConfig(image_channels=1, latent_channels=4, patch_size=2, width=8, depth=1))
-    autoencoder = PatchAutoencoder(network, device=CPU)
-    autoencoder.shift, autoencoder.scale = torch.zeros(4), torch.ones(4)
-    autoencoder.save(folder / "patch", training={"images": 8})
-
-
 def _make_diffusers(folder: Path) -> None:
     import diffusers
 
@@ -562,7 +554,6 @@ KINDS = {
         Kind("ledger", _make_ledger, _undrawn(_open_ledger)),
         Kind("ledger_drawn", _make_ledger, _open_ledger),
         Kind("parquet", _make_parquet, _open_parquet, memory=PARQUET_MEMORY),
-        Kind("patch_autoencoder", _make_patch, functools.partial(_open_as, "patch", "patch")),
         Kind("diffusers_autoencoder", _make_diffusers, functools.partial(_open_as, "diffusers", "vae")),
         Kind("torchscript", _make_torchscript, functools.partial(_open_as, "cosmos", "cosmos")),
     )

@@ -315,18 +315,6 @@ def test_a_config_names_no_class_but_ours(class_name: Any) -> None:
     )
 
 
-def test_weights_of_a_patch_autoencoder_are_never_unpickled() -> None:
-    earth = Path(__file__).parent.parent.parent / "train_configs" / "autoencoders" / "earth"
-    shutil.copytree(earth, "earth2")
-    write("earth2/model.safetensors", TORCH_PICKLE)
-    refuse(
-        lambda: open_as("patch", "earth2"),
-        'autoencoder.path = "earth2"',
-        "model.safetensors",
-        "truncated",
-    )
-
-
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -902,16 +890,6 @@ def test_a_long_caption_does_not_widen_a_picture() -> None:
     with Image.open("grid.png") as picture:
         assert picture.width < 4_000
     assert "a" * 100_000 in Path("grid.labels.txt").read_text()
-
-
-@pytest.mark.parametrize("architecture", [{"depth": 1 << 28}, {"width": 10**400}, {"patch_size": 1 << 20}])
-def test_an_autoencoder_beyond_measure_is_not_built(architecture: dict[str, int]) -> None:
-    earth = Path(__file__).parent.parent.parent / "train_configs" / "autoencoders" / "earth"
-    shutil.copytree(earth, "earth2")
-    content = json.loads(Path("earth2/config.json").read_text())
-    content["architecture"] |= architecture
-    Path("earth2/config.json").write_text(json.dumps(content))
-    refuse(lambda: open_as("patch", "earth2"), 'autoencoder.path = "earth2"', "architecture", "1024")
 
 
 def test_a_parquet_file_with_file_names_that_are_not_utf8_is_read() -> None:

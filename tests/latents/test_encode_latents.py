@@ -25,7 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.autoencoders.haar import HaarAutoencoder
 from torchditan.config.errors import ConfigError
+from torchditan.config.loader import read_toml
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.folder import ImageFolder
 from torchditan.distributed.process_group import Rank
@@ -529,6 +531,32 @@ def test_tars_hold_the_same_latents(run_script: RunScript, tmp_path: Path) -> No
     assert run_script(SCRIPT, "webdataset", "--verify").code == 0
 
 
+def test_a_preview_measures_images_and_latents_and_writes_nothing(
+    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = np.random.default_rng(0)
+    (tmp_path / "photos").mkdir()
+    for number in range(6):
+        Image.fromarray(draws.integers(30, 200, (16, 16, 3), dtype=np.uint8)).save(tmp_path / f"photos/{number}.png")
+    command = ["encode", "out", "--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=16"]
+    command += ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip"]
+    exact = run_script("torchditan", *command, "--preview=1000", "--batch_size=2")
+    assert (exact.code, exact.err) == (0, "")
+    assert "5 images of folder, 3 x 16 x 16 -> 12 x 8 x 8: PSNR inf dB, SSIM 1.0000\n" in exact.out
+    lossless = HaarAutoencoder._decode
+    monkeypatch.setattr(HaarAutoencoder, "_decode", lambda self, latents: lossless(self, latents) + 20 / 127.5)
+    first, *_ = run_script("torchditan", *command, "--preview=2").out.splitlines()
+    assert "2 images" in first and "PSNR 22.11 dB" in first and "SSIM 0." in first, "20 log10(255 / 20)"
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+    (tmp_path / "shown.toml").write_text(exact.out.partition("\n")[2])
+    shown = read_toml(tmp_path / "shown.toml")
+    assert run_script("torchditan", *command).code == 0
+    index = read_index(tmp_path / "out/train")
+    assert shown["autoencoder.shift"] == pytest.approx(list(index.shift), abs=4e-3)  # of bfloat16
+    assert shown["autoencoder.scale"] == pytest.approx(list(index.scale), rel=4e-3)
+
+
 @pytest.mark.parametrize("command", ["encode", "pack", "train"])
 def test_unreadable_images_follow_one_policy(run_script: RunScript, tmp_path: Path, command: str) -> None:
     """By default all are named before any work; with `skip` they are left out and named."""
@@ -688,6 +716,7 @@ def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: P
             ["haar"],
         ),
         (["out", "--convert=gone"], '--convert = "gone"', ["imagenet_ci8x8.safetensors"]),
+        (["out", "--convert=x", "--preview=3"], "--preview = 3", ["--convert"]),
         (
             ["out", "--convert=x", "--split=train,validation"],
             '--split = "train,validation"',

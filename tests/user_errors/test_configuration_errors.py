@@ -139,7 +139,7 @@ def test_toml_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
     message = message_of(["--job.config_file=quikstart.toml"])
-    assert "earth, earth_latent, " in message
+    assert "earth, earth_official_dit, " in message
     assert_refused(message, 'job.config_file = "quikstart.toml"', ["train_configs/", "quickstart?"])
 
 

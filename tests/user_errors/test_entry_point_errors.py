@@ -445,12 +445,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --autoencoder.online --autoencoder.name=haarr",
         'autoencoder.name = "haarr"',
-        ["haar, patch, cosmos, diffusers, sd-vae, sdxl, sd3, flux, dc-ae, cosmos-ci8x8, cosmos-ci16x16", "haar?"],
-    ),
-    (
-        "train --autoencoder.online --autoencoder.name=patch",
-        "autoencoder.path = none",
-        ["torchditan autoencoder", "train_configs/autoencoders/"],
+        ["haar, cosmos, diffusers, sd-vae, sdxl, sd3, flux, dc-ae, cosmos-ci8x8, cosmos-ci16x16", "haar?"],
     ),
     (
         "train --autoencoder.name=haar",
@@ -460,7 +455,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --autoencoder.online --autoencoder.name=haar --autoencoder.downsampling=2",
         "autoencoder.scale = none",
-        ["torchditan reconstruct"],
+        ["torchditan encode", "--preview"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=haar --autoencoder.downsampling=2 --autoencoder.shift=0 "
@@ -580,16 +575,6 @@ ROWS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
-        "reconstruct --autoencoder.name=haar --autoencoder.downsampling=3",
-        "autoencoder.downsampling = 3",
-        ["2, 4, 8"],
-    ),
-    (
-        "train_autoencoder out --dataset.dataset_name=latents --dataset.root_dir=latents",
-        'dataset.dataset_name = "latents"',
-        ["4"],
-    ),
-    (
         "ablation run gone",
         "gone",
         [
@@ -646,11 +631,6 @@ ROWS: list[tuple[str, str, list[str]]] = [
         "train --dataset.dataset_name=folder --dataset.root_dir=images --dataset.image_size=8 --dataset.num_classes=1",
         "dataset.num_classes = 1",
         ["2", "0"],
-    ),
-    (
-        "reconstruct --autoencoder.name=haar --out=file/x.png",
-        '--out = "file/x.png"',
-        ["folder"],
     ),
     (
         "train --training.global_batch_size=3",

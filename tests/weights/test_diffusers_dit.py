@@ -400,7 +400,7 @@ def test_other_options_are_refused_with_the_right_value(
     [
         ({"shift": [0.1]}, "shift [0.1"),
         ({"scale": [0.5, 0.5, 0.5, 0.6]}, "only one factor"),
-        ({"name": "patch"}, "is patch"),
+        ({"name": "haar"}, "is haar"),
         ({"path": "missing"}, "missing is not on this machine"),
         ({"fingerprint": "diffusers-0"}, "diffusers-0"),
     ],

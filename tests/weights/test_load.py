@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from random_dit import random_pipeline
 from refusals import refused
 
 from torchditan import load
-from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
 from torchditan.evaluation.grid_picture import LAYOUT_KEY, GridLayout
 from torchditan.weights.trained_model import TrainedModel
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tests.conftest import RunScript
 
 CLASSES = ("cat", "dog", "owl", "yak")
-PATCH = PatchAutoencoderConfig(image_channels=3, latent_channels=4, patch_size=2, width=8, depth=1)
 
 
 def train(project: Path, name: str, *flags: str) -> Path:
@@ -83,17 +82,13 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs in another folder than they were trained in, and an autoencoder; the training images are deleted."""
     project, elsewhere = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("elsewhere")
     photos = on_photos(write_photos(project / "photos"))
-    network = PatchNetwork(PATCH)
-    network.init_weights(0)
-    autoencoder = PatchAutoencoder(network, device=torch.device("cpu"))
-    autoencoder.set_normalization(shift=torch.zeros(4), scale=torch.ones(4))
-    autoencoder.save(project / "autoencoder", training={})
+    random_pipeline().vae.save_pretrained(project / "autoencoder")
     online = [*photos, "--autoencoder.online", "--model.patch_size=1", "--autoencoder.shift=0", "--autoencoder.scale=1"]
     jobs = {
         "pixels": photos,
         "unconditional": [*photos, "--dataset.num_classes=0"],
         "haar": [*online, "--autoencoder.name=haar", "--autoencoder.downsampling=2"],
-        "patch": [*online, "--autoencoder.name=patch", f"--autoencoder.path={project / 'autoencoder'}"],
+        "diffusers": [*online, "--autoencoder.name=diffusers", f"--autoencoder.path={project / 'autoencoder'}"],
     }
     runs = {name: Path(shutil.move(train(project, name, *flags), elsewhere / name)) for name, flags in jobs.items()}
     shutil.move(project / "autoencoder", elsewhere / "autoencoder")
@@ -203,11 +198,11 @@ def test_an_unconditional_model_draws_a_number_of_images(moved: dict[str, Path])
 
 
 def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path]) -> None:
-    without = load(moved["patch"])
+    without = load(moved["diffusers"])
     assert without.generate([0, 1], samples_per_label=1, seed=0, batch_size=2).shape == (2, 1, 4, 4, 4), "latents"
-    with refused("autoencoder.path", "no such folder"):
+    with refused("autoencoder.path", "is not a folder"):
         without.sample(classes=[0, 1])
-    trained = load(moved["patch"], options={"autoencoder.path": moved["autoencoder"]})
+    trained = load(moved["diffusers"], options={"autoencoder.path": moved["autoencoder"]})
     assert trained.sample(classes=[0, 1]).shape == (2, 3, 8, 8)
 
 

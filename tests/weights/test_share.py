@@ -17,11 +17,11 @@ import pytest
 import tiny_runs
 import torch
 from cards import card
+from random_dit import random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchditan import load
-from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config
@@ -242,7 +242,6 @@ def test_the_model_that_ships_draws_its_classes_and_has_a_card(
         ("newer", "was shared by torchditan 9.9 in format 2; this one reads up to 1: update"),
         ("outside", "refused: config.json lists '../x'"),
         ("pickle", "refused: config.json lists 'model.pt'"),
-        ("unlisted", "refused: config.json does not list autoencoder/config.json"),
         ("no weights", "damaged: config.json lists no model.safetensors"),
     ],
 )
@@ -270,9 +269,6 @@ def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right
     elif damage in ("outside", "pickle"):
         name = {"outside": "../x", "pickle": "model.pt"}[damage]
         edit(copied, lambda content: content["files"].update({name: {"sha256": "", "size": 0}}))
-    elif damage == "unlisted":
-        (copied / "autoencoder").mkdir()
-        (copied / "autoencoder/config.json").write_text("{}")
     else:
         edit(copied, lambda content: content["files"].clear())
     line = refused(run_script("torchditan", "generate", copied))
@@ -382,43 +378,14 @@ def test_mistakes_in_sharing_are_one_line(run: Path, tmp_path: Path, run_script:
     assert "is shared already" in refused(run_script("torchditan", "share", "x", "y"))
 
 
-@pytest.fixture(scope="module")
-def patch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny autoencoder with a private note about its training."""
-    network = PatchNetwork(PatchAutoencoderConfig(image_channels=1, latent_channels=4, patch_size=2, width=8, depth=1))
-    network.init_weights(0)
-    autoencoder = PatchAutoencoder(network, device=torch.device("cpu"))
-    autoencoder.set_normalization(shift=torch.zeros(4), scale=torch.ones(4))
-    folder = tmp_path_factory.mktemp("secret_place") / "autoencoder"
-    autoencoder.save(folder, training={"data": "/home/alice_tester/hidden"})
-    return folder
-
-
-def test_an_autoencoder_of_ours_travels_with_its_model(
-    patch: Path, run_alone: RunAlone, tmp_path: Path, run_script: RunScript
-) -> None:
-    own = Path(shutil.copytree(patch, tmp_path / "secret_place/autoencoder"))
-    flags = ["--autoencoder.online", "--autoencoder.name=patch", f"--autoencoder.path={own}", "--model.patch_size=1"]
-    job = tiny_runs.job(tmp_path / "latent", *flags, "--training.steps=1", *FEW, *tiny_runs.KEEP)
-    run_alone("train.py", *job)
-    expected = load(tmp_path / "latent").sample(classes=[1])
-    assert run_script("torchditan", "share", "latent", "shared").code == 0
-    assert not any(secret in file.read_bytes() for file in (tmp_path / "shared").rglob("*.*") for secret in HIDDEN)
-    shutil.rmtree(tmp_path / "secret_place")
-    moved = Path(shutil.move(tmp_path / "shared", tmp_path / "moved"))
-    assert torch.equal(load(moved).sample(classes=[1]), expected)
-    run = run_of(moved)
-    shutil.rmtree(moved)
-    assert torch.equal(load(run).sample(classes=[1]), expected)
-
-
-def test_shared_latents_have_their_autoencoder_and_no_paths(patch: Path, tmp_path: Path, run_script: RunScript) -> None:
-    flags = ["--dataset.dataset_name=digits", "--autoencoder.name=patch", f"--autoencoder.path={patch}"]
+def test_shared_latents_have_no_paths(tmp_path: Path, run_script: RunScript) -> None:
+    random_pipeline(image_channels=1).vae.save_pretrained(tmp_path / "secret_place")
+    flags = ["--dataset.dataset_name=digits", "--autoencoder.name=diffusers", "--autoencoder.path=secret_place"]
     assert run_script("torchditan", "encode", "encoded", *flags, "--shard_size=512").code == 0
     done = run_script("torchditan", "share", "encoded", "shared", "--data_license=UCI")
     assert done.code == 0, done.err
     text = (tmp_path / "shared/README.md").read_text()
-    assert "train" in text and "UCI" in text and "autoencoder/" in text
+    assert "train" in text and "UCI" in text and "`diffusers`" in text
     for file in (tmp_path / "shared").rglob("*.*"):
         assert not any(secret in file.read_bytes() for secret in HIDDEN), file
     index = read_index(tmp_path / "shared/train")
@@ -432,8 +399,6 @@ def test_shared_latents_have_their_autoencoder_and_no_paths(patch: Path, tmp_pat
         "--training.steps=1",
     )
     assert run_script("train.py", *job).code == 0
-    stored = json.loads((tmp_path / "run/config.json").read_text())["config"]["autoencoder"]
-    assert stored["path"] == str(tmp_path / "shared/autoencoder")
     assert "has no effect on latents" in refused(run_script("torchditan", "share", "encoded", "y", "--step=3"))
     (tmp_path / "encoded/train/shard-00000.safetensors").unlink()
     assert "shard-00000.safetensors is missing" in refused(run_script("torchditan", "share", "encoded", "z"))
@@ -451,7 +416,7 @@ def test_a_model_that_diffusers_has_gets_its_folder(run_alone: RunAlone, tmp_pat
 
 def test_open_shared_checks_before_it_returns(digits: Path) -> None:
     opened = open_shared(digits)
-    assert opened.name == "digits" and opened.autoencoder is None and len(opened.digest) == 64
+    assert opened.name == "digits" and len(opened.digest) == 64
 
 
 def test_texts_of_others_cannot_write_markdown() -> None:

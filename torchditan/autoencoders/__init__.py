@@ -19,7 +19,7 @@ __all__ = ["Autoencoder", "check_name", "kind_of", "open_autoencoder"]
 
 
 def kind_of(name: str) -> str:
-    """The key of `AUTOENCODERS` that opens the autoencoder of this name: haar, patch, cosmos, diffusers, ..."""
+    """The key of `AUTOENCODERS` that opens the autoencoder of this name: haar, cosmos, diffusers, ..."""
     return PUBLISHED[name].kind if name in PUBLISHED else name
 
 

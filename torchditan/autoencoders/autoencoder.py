@@ -30,7 +30,7 @@ class Autoencoder(abc.ABC):
     path: str | None
     """Folder or hub name that opens it again, in the form of `autoencoder.path`; None if it has no weights."""
     fingerprint: str
-    """Identity of the weights, such as `patch-1f0c9a...`; equal if and only if the weights are equal."""
+    """Identity of the weights, such as `diffusers-1f0c9a...`; equal if and only if the weights are equal."""
     image_channels: int
     latent_channels: int
     downsampling: int

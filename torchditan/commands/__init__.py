@@ -48,6 +48,4 @@ COMMANDS = {
         "torchditan.commands.samples_over_steps", "a run's samples over its steps, as a strip and a GIF"
     ),
     "download": Command("torchditan.commands.download_assets", "the files of published models that a job needs"),
-    "autoencoder": Command("torchditan.commands.train_autoencoder", "train a small autoencoder"),
-    "reconstruct": Command("torchditan.commands.reconstruct", "what autoencoders lose, and their normalisation"),
 }

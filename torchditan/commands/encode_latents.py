@@ -1,6 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Encode a dataset into latents once, in OUT/train and OUT/validation, to train with --dataset.dataset_name latents.
 
+torchditan encode latents/earth --dataset.dataset_name earth --autoencoder.name haar --preview 64
 torchditan encode latents/earth --dataset.dataset_name earth --autoencoder.name haar
 torchrun --nproc_per_node=8 -m torchditan encode /data/latents --dataset.dataset_name imagenet \\
     --dataset.root_dir /data/imagenet --dataset.image_size 256 --dataset.crop adm --autoencoder.name sd-vae
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torchditan.autoencoders import Autoencoder
@@ -64,6 +65,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         "the mean after its normalization, such as 0.18215 z",
     )
     parser.add_argument("--verify", action="store_true", help="read all of OUT and report every problem")
+    parser.add_argument(
+        "--preview",
+        type=count,
+        metavar="N",
+        help="write nothing: print PSNR and SSIM of N decoded images, and the shift and scale of their latents",
+    )
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
             "OUT, the folder to write, must come first: torchditan encode OUT --dataset.dataset_name NAME"
@@ -72,6 +79,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     splits = (arguments.split or "train,validation").split(",")
     if not set(splits) <= set(SPLITS):
         raise option_error("--split", arguments.split, "must be train, validation or train,validation")
+    if arguments.preview and (arguments.convert or arguments.latents):
+        raise option_error("--preview", arguments.preview, "encodes images; leave it out with --convert and --latents")
     return arguments, override(Config(), flags, sections=("dataset", "autoencoder"))
 
 
@@ -144,6 +153,47 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool, is_encoded: 
         return None
 
 
+def preview(
+    dataset: ImageDataset,
+    autoencoder: Autoencoder,
+    *,
+    num_images: int,
+    batch_size: int,
+    corrupt_images: Literal["error", "skip"],
+) -> str:
+    """PSNR and SSIM of decoded images, spread evenly over a dataset, and the normalization of their latents."""
+    import torch
+
+    from torchditan.data_stream.datasets import read_image
+    from torchditan.evaluation.reconstruction import SSIM_WINDOW, psnr, ssim
+    from torchditan.run.progress import report_progress
+
+    ones = torch.ones(autoencoder.latent_channels)
+    autoencoder.set_normalization(shift=0 * ones, scale=ones)  # latents as the encoder gives them
+    num_images = min(num_images, len(dataset))
+    indices = torch.arange(num_images) * len(dataset) // num_images
+    parts, psnrs, ssims = [], [], []
+    with report_progress("encoding and decoding", total=num_images, unit="images") as advance:
+        for batch in indices.split(batch_size):
+            items = [read_image(dataset, i, num_classes=0, corrupt_images=corrupt_images) for i in batch.tolist()]
+            images = torch.stack([item["sample"] for item in items])  # (B, C, H, W)
+            parts.append(autoencoder.encode(images).cpu())
+            decoded = autoencoder.decode(parts[-1]).cpu()
+            psnrs.append(psnr(decoded, images))
+            if min(images.shape[2:]) >= SSIM_WINDOW:
+                ssims.append(ssim(decoded, images))
+            advance(len(batch))
+    latents = torch.cat(parts).double()  # (N, C, h, w)
+    shift, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3), correction=0)
+    scale = torch.where(std > 1e-6, 1 / std, 1.0)  # (C,)
+    image_shape, latent_shape = (" x ".join(map(str, shape)) for shape in (dataset.sample_shape, latents.shape[1:]))
+    similarity = f"PSNR {torch.cat(psnrs).mean():.2f} dB" + (f", SSIM {torch.cat(ssims).mean():.4f}" if ssims else "")
+    lines = [f"{num_images:,} images of {dataset.name}, {image_shape} -> {latent_shape}: {similarity}"]
+    for name, values in (("shift", shift), ("scale", scale)):
+        lines.append(f"autoencoder.{name} = {[float(f'{value:.6g}') for value in values.tolist()]}")
+    return "\n".join(lines)
+
+
 def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
     from torchditan.autoencoders import open_autoencoder
     from torchditan.config.errors import option_error
@@ -188,6 +238,17 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             shard_format=arguments.format,
             is_encoded=is_encoded,
         )
+        if arguments.preview is not None:
+            if rank.rank == 0:
+                text = preview(
+                    dataset,
+                    autoencoder,
+                    num_images=arguments.preview,
+                    batch_size=arguments.batch_size,
+                    corrupt_images=config.dataset.corrupt_images,
+                )
+                print(text)
+            return
         writer = LatentWriter(arguments.out / split, encoding)
         moments = None
         if is_encoded:

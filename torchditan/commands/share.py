@@ -4,7 +4,7 @@
 
 torchditan share outputs/quickstart digits
 torchditan share outputs/quickstart digits --license cc-by-4.0 --data_license "UCI, CC BY 4.0" --push me/digits
-torchditan share latents/earth earth_latents --push me/earth_latents
+torchditan share latents/cifar10 cifar10_latents --push me/cifar10_latents
 torchditan generate digits
 torchditan generate hub:me/digits
 """

@@ -117,14 +117,3 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text)
-
-
-def positive(text: str) -> float:
-    """Type of an argument that is a number greater than 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number greater than 0")
-    return number

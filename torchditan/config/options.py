@@ -178,7 +178,7 @@ class Autoencoder:
     """The autoencoder that encodes pixels to latents and decodes latents to pixels."""
 
     name: str | None = None
-    """haar, patch, cosmos, diffusers, or the name of a published one (docs/data.md). Default: that of the latents."""
+    """haar, cosmos, diffusers, or the name of a published one (docs/data.md). Default: that of the latents."""
     path: str | None = None
     """Folder of the weights, or a hub name. Default: follows from the latents, autoencoder.name or model.path."""
     downsampling: int | None = None

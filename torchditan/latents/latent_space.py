@@ -95,7 +95,7 @@ class EncodedPixels(SampleSpace):
         if autoencoder.shift is None or autoencoder.scale is None:
             right = (
                 f"{autoencoder.name} publishes no normalisation; set shift and scale, "
-                "which torchditan reconstruct prints for a dataset"
+                "which torchditan encode prints with --preview"
             )
             raise option_error("autoencoder.scale", None, right)
         super().__init__(latent_shape, complete_from_autoencoder(config, autoencoder))

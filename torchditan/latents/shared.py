@@ -3,7 +3,7 @@
 
 Notable:
 - shards are hard links where the file system allows it, otherwise copies;
-- the index says nothing about this machine; a small autoencoder of ours travels along, in autoencoder/;
+- the index says nothing about this machine;
 - what comes from the hub is checked by size and SHA-256 once, after the download.
 """
 
@@ -24,12 +24,10 @@ from torchditan.run.directory import to_json
 from torchditan.run.hub import download_folder
 from torchditan.weights.model_card import Statements, latents_card
 from torchditan.weights.public_config import is_public_name
-from torchditan.weights.shared import AUTOENCODER, copy_autoencoder
 
 SPLITS = ("train", "validation")
 CARD = "README.md"
 _FILES = (INDEX_FILE, LABELS_FILE, "shard-*.safetensors", "shard-*.tar")
-_AUTOENCODER_FILES = ("config.json", "model.safetensors")
 _CHECKED = ".torchditan_checked"
 """In a downloaded snapshot: its files are those of the index."""
 
@@ -67,7 +65,6 @@ def share_latents(
     indices = {split: read_index(path) for split, path in splits_of(source).items()}
     public = {split: _public(index) for split, index in indices.items()}
     first = next(iter(indices))
-    autoencoder = _own_autoencoder(source, indices[first])
     with new_folder(folder, replace=overwrite) as new:
         for split, path in splits_of(source).items():
             problems = size_problems(path, indices[split])
@@ -79,15 +76,12 @@ def share_latents(
             for file in [*(shard.file for shard in indices[split].shards), *labels]:
                 _link(path / file, target / file)
             write_file(target / INDEX_FILE, to_json(index_to_json(public[split]), indent=2) + b"\n")
-        if autoencoder is not None:
-            copy_autoencoder(autoencoder, new / AUTOENCODER)
         counts = {split: index.num_images for split, index in indices.items()}
         text = latents_card(
             json.loads(to_json(index_to_json(public[first]))),
             statements,
             name=folder.resolve().name,
             splits=counts,
-            has_autoencoder=autoencoder is not None,
         )
         write_file(new / CARD, text.encode())
     skipped = sum(index.num_skipped for index in indices.values())
@@ -102,7 +96,6 @@ def open_from_hub(place: str) -> Path:
         ConfigError: the place does not exist, cannot be fetched, holds no latents, or is damaged.
     """
     patterns = [f"{folder}{file}" for folder in ("", "train/", "validation/") for file in _FILES]
-    patterns += [f"{AUTOENCODER}/{file}" for file in _AUTOENCODER_FILES]
     folder = download_folder(place, kind="dataset", patterns=patterns)
     splits = splits_of(folder)
     if not splits:
@@ -136,18 +129,6 @@ def _public(index: LatentIndex) -> LatentIndex:
     )
     path = index.autoencoder_path if is_public_name(index.autoencoder_path) else None
     return dataclasses.replace(index, autoencoder_path=path, shards=shards)
-
-
-def _own_autoencoder(source: Path, index: LatentIndex) -> Path | None:
-    """The folder of a small autoencoder of ours that exists only here."""
-    if index.autoencoder_name != "patch" or is_public_name(index.autoencoder_path):
-        return None
-    folder = Path(index.autoencoder_path).expanduser() if index.autoencoder_path else source / AUTOENCODER
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder}, the autoencoder of {source}, does not exist here; restore it to share the latents"
-        )
-    return folder
 
 
 def _link(source: Path, target: Path) -> None:

@@ -8,7 +8,6 @@ tensors must match the model of this configuration. imported_format.py creates s
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, checked_config, key_of, read_weights_metadata
 from torchditan.weights.initial import refuse_other_model
 from torchditan.weights.safetensors_files import open_file
-from torchditan.weights.shared import AUTOENCODER, SharedModel, is_shared, open_shared
+from torchditan.weights.shared import SharedModel, is_shared, open_shared
 from torchditan.weights.trained_model import stored_spec
 
 MODELS = Path("outputs/models")
@@ -92,13 +91,10 @@ def run_of(place: Path) -> Path:
 
 def _import_shared(shared: SharedModel, run: Path) -> None:
     stored = read_weights_metadata(shared.weights)
-    copied = run.absolute() / AUTOENCODER
-    flags = [f"--autoencoder.path={copied}"] if shared.autoencoder is not None else []
-    config = _check_config(stored, flags)
-    parts = {} if shared.autoencoder is None else {AUTOENCODER: shared.autoencoder}
+    config = _check_config(stored, [])
     with open_file(shared.weights) as file:
         tensors = {name: file.get_tensor(name) for name in stored.shapes}
-        create_run(run, stored, config, tensors, origin={"shared": shared.name}, folders=parts, replace=False)
+        create_run(run, stored, config, tensors, origin={"shared": shared.name}, replace=False)
 
 
 def create_run(
@@ -109,7 +105,6 @@ def create_run(
     *,
     origin: Mapping[str, Any] = {},
     files: Mapping[str, str] = {},
-    folders: Mapping[str, Path] = {},
     replace: bool = True,
 ) -> None:
     """Create a run directory with these weights, completely or not at all.
@@ -121,7 +116,6 @@ def create_run(
         tensors: the weights, in the dtype to store.
         origin: what config.json says about the import, in addition to file, step and kind of weights.
         files: name -> text of further files in the directory.
-        folders: name -> folder to copy into the directory.
         replace: replace an existing run; otherwise the first of two processes wins.
 
     Raises:
@@ -133,8 +127,6 @@ def create_run(
         refuse_other_model(model, stored, [])
     with new_folder(run, replace=replace) as partial:
         _write_run(partial, stored, config, tensors, origin)
-        for name, folder in folders.items():
-            shutil.copytree(folder, partial / name)
         for name, text in files.items():
             write_file(partial / name, text.encode())
 

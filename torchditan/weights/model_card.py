@@ -94,22 +94,19 @@ def model_card(facts: Facts, statements: Statements) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def latents_card(
-    index: Mapping[str, Any], statements: Statements, *, name: str, splits: Mapping[str, int], has_autoencoder: bool
-) -> str:
+def latents_card(index: Mapping[str, Any], statements: Statements, *, name: str, splits: Mapping[str, int]) -> str:
     """README.md of shared latents.
 
     Args:
         index: index.json of the first split.
         splits: name -> number of latents.
         name: of the folder.
-        has_autoencoder: whether the folder has the autoencoder that decodes them.
     """
     place = f"hub:{statements.repository}" if statements.repository else "FOLDER"
     front = {"license": statements.license, "tags": ["latents", *_dataset_tag(index["dataset"])]}
     rows = [[split, f"{count:,}"] for split, count in splits.items()]
     autoencoder = index["autoencoder"]
-    origin = "in the folder `autoencoder/`" if has_autoencoder else f"`{autoencoder['path'] or autoencoder['name']}`"
+    origin = _code(autoencoder["path"] or autoencoder["name"])
     classes = _classes(index["class_names"])
     sections = [
         _front_matter(front),

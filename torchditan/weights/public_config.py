@@ -73,7 +73,7 @@ def is_public_name(place: str | None) -> bool:
     """Whether `autoencoder.path` or another place names a published model rather than a folder of the user's."""
     if place is None or Path(place).expanduser().exists():
         return False
-    return _is_on_hub(place) or place in _published_names() or (TRAIN_CONFIGS / "autoencoders" / place).is_dir()
+    return _is_on_hub(place) or place in _published_names()
 
 
 def public_hardware(content: Mapping[str, Any]) -> dict[str, Any]:

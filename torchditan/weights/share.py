@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from torchditan.autoencoders import kind_of
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
 from torchditan.evaluation.card import cards_of_run, sampling_settings
 from torchditan.evaluation.grid_picture import save_grid, stills
@@ -32,13 +31,10 @@ from torchditan.weights.exported import Kind, StoredWeights, open_weights, run_o
 from torchditan.weights.model_card import Facts, Statements, model_card
 from torchditan.weights.public_config import public_config, public_hardware, training_command
 from torchditan.weights.shared import (
-    AUTOENCODER,
     CONFIG_FILE,
     FORMAT_VERSION,
     LIBRARY,
-    READ,
     WEIGHTS_FILE,
-    copy_autoencoder,
     is_shared,
     open_shared,
 )
@@ -93,13 +89,10 @@ def share_model(
     run = run_of_weights(stored.path, stored.config)
     content = read_config(run) if run is not None else {"config": stored.config}
     public = replace(stored, config=public_config(stored.config))
-    autoencoder = _own_autoencoder(stored.config)
     notes = []
     with new_folder(folder, replace=overwrite) as new:
         write_stored(new / WEIGHTS_FILE, public, read, dtype=dtype)
-        if autoencoder is not None:
-            copy_autoencoder(autoencoder, new / AUTOENCODER)
-        files = {name: _entry(new / name) for name in READ if (new / name).exists()}
+        files = {WEIGHTS_FILE: _entry(new / WEIGHTS_FILE)}
         manifest = _manifest(public, content, files)
         write_file(new / CONFIG_FILE, to_json(manifest, indent=2) + b"\n")
         left_out = _export_to_diffusers(source, stored, new / DIFFUSERS, dtype=dtype)
@@ -178,20 +171,6 @@ def _metrics(run: Path, step: int | None) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run) if step is None or record.get("step", 0) <= step]
 
 
-def _own_autoencoder(config: dict[str, dict[str, Any]]) -> Path | None:
-    """The folder of the autoencoder, if it exists only on this machine and is ours to copy."""
-    section = config.get("autoencoder", {})
-    name, path = section.get("name"), section.get("path")
-    if name is None or path is None or kind_of(name) != "patch":
-        return None
-    folder = Path(path).expanduser()
-    if (folder / CONFIG_FILE).is_file():
-        return folder
-    if public_config(config)["autoencoder"]["path"] == path:  # one that ships with the package
-        return None
-    raise option_error("autoencoder.path", path, "does not exist here, so it cannot be shared; restore the folder")
-
-
 def _export_to_diffusers(source: Path, stored: StoredWeights, folder: Path, *, dtype: torch.dtype) -> str | None:
     """Write the folder of diffusers. Returns why there is none."""
     try:
@@ -210,12 +189,11 @@ def _draw_samples(folder: Path, config: dict[str, dict[str, Any]]) -> str | None
 
     Real images are not shown: they may be private.
     """
-    shared = open_shared(folder)
     own = {
         f"{section}.path": config.get(section, {}).get("path") for section in ("model", "autoencoder", "text_encoder")
     }
-    flags = {**{name: value for name, value in own.items() if value is not None}, **shared.places}
-    trained = TrainedModel.load_file(shared.weights, dtype=None, flags=flags)
+    flags = {name: value for name, value in own.items() if value is not None}
+    trained = TrainedModel.load_file(open_shared(folder).weights, dtype=None, flags=flags)
     sampling = trained.config.sampling
     if trained.takes_prompts:
         if not sampling.prompts:

@@ -1,9 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Opens shared models: a folder that `torchditan share` wrote, one on the hub, or one that ships with the package.
 
-The folder may be a stranger's. Only config.json and the files of `READ` are read, none of them a pickle. Each must be a
-plain file inside the folder, with the size and the SHA-256 that config.json states. Importing this module needs no
-torch.
+The folder may be a stranger's. Only config.json and model.safetensors are read. Both must be plain files inside the
+folder, the weights with the size and the SHA-256 that config.json states. Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS
-from torchditan.run.atomic_files import sha256_of, write_file
+from torchditan.run.atomic_files import sha256_of
 from torchditan.run.hub import download_folder, is_on_hub, split_place
 from torchditan.run.reading import check_folder
 
@@ -25,9 +24,6 @@ FORMAT_VERSION = 1
 """Raised when an older reader would misunderstand a folder."""
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-AUTOENCODER = "autoencoder"
-"""Subfolder of an autoencoder that `torchditan autoencoder` trained."""
-READ = (WEIGHTS_FILE, f"{AUTOENCODER}/config.json", f"{AUTOENCODER}/model.safetensors")
 SHIPPED = TRAIN_CONFIGS / "models"
 """Shared folders that ship with the package, by name."""
 
@@ -45,17 +41,6 @@ class SharedModel:
     @property
     def weights(self) -> Path:
         return self.folder / WEIGHTS_FILE
-
-    @property
-    def autoencoder(self) -> Path | None:
-        """Folder of the autoencoder that came with the model."""
-        folder = self.folder / AUTOENCODER
-        return folder if (folder / CONFIG_FILE).is_file() else None
-
-    @property
-    def places(self) -> dict[str, str]:
-        """Options that name the parts in this folder."""
-        return {} if self.autoencoder is None else {"autoencoder.path": str(self.autoencoder.resolve())}
 
 
 def is_shared(place: str | os.PathLike[str]) -> bool:
@@ -83,20 +68,12 @@ def open_shared(place: str | os.PathLike[str]) -> SharedModel:
     """
     text = os.fspath(place)
     if is_on_hub(text):
-        folder = download_folder(text, kind="model", patterns=[CONFIG_FILE, *READ])
+        folder = download_folder(text, kind="model", patterns=[CONFIG_FILE, WEIGHTS_FILE])
         return _check(folder, shown=text, name=split_place(text)[0].split("/")[1])
     if not Path(text).exists() and text in shipped_models():
         return _check(SHIPPED / text, shown=text, name=text)
     check_folder(Path(text), mark=CONFIG_FILE, what="a shared model")
     return _check(Path(text), shown=text, name=Path(text).resolve().name)
-
-
-def copy_autoencoder(source: Path, target: Path) -> None:
-    """Copy what opens an autoencoder of ours, without the description of its training, which has paths."""
-    content = json.loads((source / CONFIG_FILE).read_bytes())
-    content["training"] = {}
-    write_file(target / WEIGHTS_FILE, (source / WEIGHTS_FILE).read_bytes())
-    write_file(target / CONFIG_FILE, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _check(folder: Path, *, shown: str, name: str) -> SharedModel:
@@ -116,12 +93,9 @@ def _check(folder: Path, *, shown: str, name: str) -> SharedModel:
     if not isinstance(files, dict) or WEIGHTS_FILE not in files:
         raise ConfigError(f"{shown} is damaged: {CONFIG_FILE} lists no {WEIGHTS_FILE}")
     for file, entry in files.items():
-        if file not in READ:
-            raise ConfigError(f"{shown} is refused: {CONFIG_FILE} lists {file!r}; must be one of {', '.join(READ)}")
+        if file != WEIGHTS_FILE:
+            raise ConfigError(f"{shown} is refused: {CONFIG_FILE} lists {file!r}; must be {WEIGHTS_FILE} only")
         _check_file(folder, file, entry, shown=shown)
-    for file in READ:  # one that is not listed would be read without a check
-        if file not in files and os.path.lexists(folder / file):
-            raise ConfigError(f"{shown} is refused: {CONFIG_FILE} does not list {file}")
     return SharedModel(folder, name, str(files[WEIGHTS_FILE]["sha256"]))
 
 

@@ -488,11 +488,7 @@ def load(
     folder = Path(run).expanduser()
     flags = _plain(options or {})
     if is_shared(folder):
-        shared = open_shared(folder)
-        flags = {**shared.places, **flags}
-        return TrainedModel.load_file(
-            shared.weights, step=step, weights=weights, device=device, dtype=dtype, flags=flags
-        )
+        folder = open_shared(folder).weights
     if folder.is_file():
         return TrainedModel.load_file(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
     checkpoint = re.fullmatch(r"step-0*(\d+)", folder.name)
