@@ -71,7 +71,7 @@ def _records(entries: Sequence[Entry], results: Results, times: Mapping[str, Any
         "a confidence of 95%, one-sided. It is better if the bound is above 0 and KID against held-out images agrees. "
         "The bounds are not corrected for the number of comparisons."
     )
-    yield f"- *FLOPs* are those of training, with optimizer and teacher, relative to `{BASELINE}`."
+    yield f"- *FLOPs* are those of training, with the optimizer, relative to `{BASELINE}`."
     yield f"- *Time* is steps times the ratio of step times ([step_times.py](step_times.py)), relative to `{BASELINE}`."
     yield "- *Nearer* is the probability that a sample is nearer to a training image than a held-out image is."
     yield ""

@@ -62,7 +62,6 @@ class PeriodicTasks:
         *,
         model: nn.Module,
         ema: EMA | None,
-        teacher: nn.Module | None,
         guard: DivergenceGuard,
         scaler: LossScaler | None,
         logger: MetricsLogger,
@@ -74,7 +73,6 @@ class PeriodicTasks:
         self.rank = job.rank
         self.model = model
         self.ema = ema
-        self.teacher = teacher
         self.sampler = Sampler(job.spec, job.objective, job.config.sampling, job.device)
         self.guard = guard
         self.scaler = scaler
@@ -234,7 +232,6 @@ class PeriodicTasks:
                 self.model,
                 objective=validation_objective(config.diffusion, job.spec),
                 uniform=uniform_objective(config.diffusion, job.spec) if config.validation.by_timestep else None,
-                teacher=self.teacher,
                 dataset=job.validation_dataset,
                 space=job.space,
                 num_images=self.config.validation.num_images,

@@ -61,14 +61,7 @@ OBJECTIVES = Registry(
 )
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
-INGREDIENTS = Registry(
-    "torchditan.ingredients",
-    {
-        "contrastive": "torchditan.ingredients.contrastive:Contrastive",
-        "self_alignment": "torchditan.ingredients.self_alignment:SelfAlignment",
-    },
-    base="torchditan.diffusion.objectives:Ingredient",
-)
+INGREDIENTS = Registry("torchditan.ingredients", {}, base="torchditan.diffusion.objectives:Ingredient")
 """`diffusion.ingredients`: subclasses of `torchditan.diffusion.objectives.Ingredient`."""
 
 SAMPLERS = Registry(
@@ -114,7 +107,6 @@ BLOCKS = Registry(
     {
         "dit": "torchditan.models.dit:DiTBlock",
         "joint": "torchditan.models.joint_block:JointBlock",
-        "value_residual": "torchditan.ingredients.value_residual:ValueResidualBlock",
     },
     base="torchditan.models.dit:Block",
 )
@@ -270,8 +262,8 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
             raise option_error(option, text, f"has {key} twice; leave one out")
         options[key] = _value(value)
     if registry.place(name) is None:
-        right = f"must be one of {', '.join(registry)}, or module:name{did_you_mean(name, registry)}"
-        raise option_error(option, text, right)
+        known = f"one of {', '.join(registry)}, or " if registry else ""
+        raise option_error(option, text, f"must be {known}module:name{did_you_mean(name, registry)}")
     try:
         found = registered(registry, name)
     except Exception as error:  # whatever a module of the user's raises

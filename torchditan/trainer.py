@@ -39,7 +39,6 @@ from torchditan.job.build import (
     build_model,
     build_post_hoc_ema,
     build_stream,
-    build_teacher,
     initial_weights_loader,
     open_process_group,
 )
@@ -133,8 +132,7 @@ class Trainer:
         self.scaler = build_loss_scaler(config, self.parameters)
         self.spikes = build_loss_spikes(config, self.device)
         self.objective = job.objective
-        self.teacher = build_teacher(job, supervision, mesh) if self.objective.uses_teacher else None
-        self.ema = build_ema(config, self.model, self.teacher)
+        self.ema = build_ema(config, self.model)
         self.post_hoc_ema = build_post_hoc_ema(job, self.model, supervision, self.guard)
         self.stream = build_stream(job)
 
@@ -164,7 +162,6 @@ class Trainer:
             job,
             model=self.model,
             ema=self.ema,
-            teacher=self.teacher,
             guard=self.guard,
             scaler=self.scaler,
             logger=self.logger,
@@ -270,7 +267,7 @@ class Trainer:
             batch, randomness = self.next_batch(batches, step)
             if isinstance(self.model, FSDPModule):  # all but one process in float32
                 self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
-            losses, numbers = split(self.objective.loss(self.model, batch, randomness, self.teacher))  # (B,)
+            losses, numbers = split(self.objective.loss(self.model, batch, randomness))  # (B,)
             # Gradients are averaged over ranks, so each rank computes the mean of its share.
             samples = self.plan.global_batch_size // self.plan.world_size
             share = losses.sum() / samples

@@ -42,7 +42,6 @@ REST = {
     "evaluation": "validation, sample grids, metrics",
     "latents": "stored latents, and their space",
     "autoencoders": "pixels <-> latents",
-    "ingredients": "optional recipes",
     "datasets": "one file per dataset",
     "commands": "what users run",
 }

@@ -108,7 +108,7 @@ def spoil_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a sample of that step is not a number."""
     loss = FlowMatching.loss
 
-    def spoilt(self: Any, model: nn.Module, batch: Any, randomness: Any, teacher: Any = None) -> Any:
+    def spoilt(self: Any, model: nn.Module, batch: Any, randomness: Any) -> Any:
         factors = torch.where(batch["index"] == (step - 1) * BATCH, torch.nan, 1.0)  # (B,)
         return loss(self, model, batch, randomness) * factors
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from refusals import refused
 
+from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Diffusion, Model
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.loss_flops import training_flops
-from torchditan.diffusion.objectives import Ingredient, Losses, build_objective
+from torchditan.diffusion.objectives import Ingredient, Losses, Objective, build_objective
 from torchditan.models import Head, ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.models.saved_weights import required_names
@@ -33,6 +34,13 @@ class WithHead(FlowMatching):
 
 class Own(Ingredient):
     pass
+
+
+class NeedsAnAverage(Ingredient):
+    @classmethod
+    def mistakes(cls, config: Config, objective: type[Objective]) -> Iterator[tuple[str, str]]:
+        if not config.ema.enable:
+            yield "ema.enable", "must be true"
 
 
 class OfSize(Ingredient):
@@ -111,6 +119,13 @@ def test_an_ingredient_without_changes_is_its_base() -> None:
         assert getattr(wrapped, name) == getattr(plain, name), name
     sampling = Config().sampling
     assert wrapped.num_evaluations(sampling) == plain.num_evaluations(sampling)
+
+
+def test_an_ingredient_refuses_options_itself() -> None:
+    flag = f"--diffusion.ingredients={__name__}:NeedsAnAverage"
+    load_config([flag])
+    with refused("ema.enable = false", "true"):
+        load_config([flag, "--ema.enable=false"])
 
 
 def test_an_ingredient_may_declare_scalars() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from minimal_parts import TAUGHT
+from minimal_parts import ALIGNED
 from random_models import random_model
 from refusals import refused
 from torch import nn
@@ -353,7 +353,7 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
         (["--model.name=flux", "--model.flavor=debugmodel"], 'diffusion.objective = "imf"', ["flow_matching", "flux"]),
         (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
         (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),
-        ([f"--diffusion.ingredients={TAUGHT}"], "diffusion.ingredients", ["imf", TAUGHT]),
+        ([f"--diffusion.ingredients={ALIGNED}"], "diffusion.ingredients", ["imf", ALIGNED]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, mentions: list[str]) -> None:

@@ -119,8 +119,8 @@ def test_one_graph_is_compiled_once_and_trains_as_eager_code(
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
-def check(*flags: str, num_shards: int = 1, has_teacher: bool = False) -> None:
-    check_compile(load_config(["--training.compile", *flags]), num_shards=num_shards, has_teacher=has_teacher)
+def check(*flags: str, num_shards: int = 1) -> None:
+    check_compile(load_config(["--training.compile", *flags]), num_shards=num_shards)
 
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
@@ -180,7 +180,6 @@ def test_what_cannot_be_compiled_together_is_refused() -> None:
         ([], "4 ranks", {"num_shards": 4}),
         (["--training.enable_cpu_offload"], "training.enable_cpu_offload", {}),
         (["--lora.rank=4", "--model.name=flux", "--model.flavor=debugmodel"], "LoRA", {}),
-        ([], "EMA model", {"has_teacher": True}),
     ):
         with refused('compile.scope = "model"', mention, "block"):
             check(MODEL, *flags, **where)

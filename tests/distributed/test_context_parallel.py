@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from minimal_parts import CARRYING
 from refusals import refused
 
 from torchditan.config.loader import load_config
@@ -29,8 +28,7 @@ OFFICIAL = {"norm_type": "np_layernorm", "qk_norm": False, "mlp": "gelu", "posit
 CASES: dict[str, dict[str, Any]] = {  # 16 patches, unless the image has another size
     "adaLN": {},
     "official": OFFICIAL,
-    "adaLN-single": {"conditioning": "adaln_single"},
-    "carried tokens": {"block": CARRYING, "position": "rope_sincos"},
+    "adaLN-single": {"conditioning": "adaln_single", "position": "rope_sincos"},
     "in context, 18 tokens": {"conditioning": "in_context"},
     "text in context, 21 tokens": {**TEXT, "text": "in_context", "pooled_width": 6},
     "text in context with its condition, 22 tokens": {**TEXT, "text": "in_context", "conditioning": "in_context"},

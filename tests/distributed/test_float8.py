@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from debugmodels import MODELS, spec_of
-from minimal_parts import CARRYING
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
     "text in context": {"text": "in_context", "text_tokens": 7, "text_width": 24, "pooled_width": 16},
     "cross-attention": {"text": "cross_attention", "text_tokens": 7, "text_width": 24},
     "official": {"preset": "official"},
-    "variants": {"block": CARRYING, "conditioning": "adaln_single"},
+    "adaLN-single": {"conditioning": "adaln_single"},
 }
 NAMES = [*OWN, *(flavor if name == "wan" else name for name, flavor in MODELS)]
 PER_IMAGE = ("adaLN_modulation.1", "norm.linear", "norm1.linear", "norm1_context.linear", "norm1_context.linear_1")

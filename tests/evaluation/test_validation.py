@@ -57,7 +57,7 @@ class Of(Objective):
     def inputs(self, batch: Batch, randomness: Randomness) -> Inputs:
         return Inputs(batch["sample"], self.first + (1 - self.first) * randomness.timestep, {})
 
-    def loss(self, model: nn.Module, batch: Batch, randomness: Randomness, teacher: Any = None) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Batch, randomness: Randomness) -> torch.Tensor:
         return self.of_samples(model, batch, randomness)
 
 
@@ -70,7 +70,6 @@ def validate(
             PredictsT(),
             objective=objective,
             uniform=uniform,
-            teacher=None,
             dataset=dataset,
             space=SampleSpace(dataset.sample_shape),
             num_images=num_images,

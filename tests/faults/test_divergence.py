@@ -45,7 +45,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
     loss = FlowMatching.loss
 
     def choose(factor: Callable[[int], float]) -> None:
-        def spoilt(self: Any, model: Any, batch: Any, randomness: Any, teacher: Any = None) -> Any:
+        def spoilt(self: Any, model: Any, batch: Any, randomness: Any) -> Any:
             if batch["index"].is_meta:  # for MFU
                 return loss(self, model, batch, randomness)
             factors = torch.tensor([factor(position) for position in batch["index"].tolist()])

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Blocks that pass tensors on, and adaLN-single: what they compute, how they start, their costs, and refusals."""
+"""adaLN-single: what it computes, how it starts, its costs, and refusals; blocks that are checkpointed and compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from minimal_parts import CARRYING
 from random_models import random_model
 from refusals import refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,12 +23,9 @@ from torchditan.optim.optimizers import parameters_without_decay
 from torchditan.registry import BLOCKS
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "carried": {"block": CARRYING},
-    "carried, in context": {"block": CARRYING, "conditioning": "in_context"},
+    "in context": {"conditioning": "in_context"},
     "adaLN-single": {"conditioning": "adaln_single"},
-    "both": {"block": CARRYING, "conditioning": "adaln_single"},
-    "both, cross-attention": {
-        "block": CARRYING,
+    "adaLN-single, cross-attention": {
         "conditioning": "adaln_single",
         "num_classes": 0,
         "text": "cross_attention",
@@ -121,19 +117,6 @@ def test_flops_count_the_shared_modulation_once() -> None:
     assert (single.per_token, single.attention) == (each.per_token, each.attention)
 
 
-def test_what_the_first_block_passes_on_reaches_every_later_block() -> None:
-    model = random_model(tiny_config(block=CARRYING), DiT)
-    received: list[tuple[torch.Tensor, ...]] = []
-    passed_on: list[torch.Tensor] = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, args: received.append(args[5:]))
-    model.blocks[0].register_forward_hook(lambda module, args, output: passed_on.append(output[1]))
-    model(*inputs(model.config))
-    (first,) = passed_on
-    assert [len(arguments) for arguments in received] == [0, 1, 1]
-    assert received[1][0] is received[2][0] is first and first.std() > 0.1
-
-
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -156,12 +139,7 @@ def step(config: DiTConfig, mesh: DeviceMesh | None, **options: Any) -> tuple[to
     }
 
 
-SLOW = ("carried, in context", "both")
-
-
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpointed_and_compiled_blocks_give_the_same_gradients(variant: str, mesh: DeviceMesh) -> None:
     config = tiny_config(depth=2, **VARIANTS[variant])
     expected, gradients = step(config, None)
@@ -179,7 +157,7 @@ def test_checkpointed_and_compiled_blocks_give_the_same_gradients(variant: str, 
 
 
 class PlugIn(Block):
-    """With the interface of a block from before carried tensors and adaLN-single."""
+    """With the conditionings that are the default of a block."""
 
     def forward(self, x: Any, c: Any, rope: Any, text: Any = None, mask: Any = None) -> Any:
         return x
@@ -190,6 +168,5 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec_of(block="plug_in").build()
     with refused('model.conditioning = "adaln_single"', "plug_in", "adaln", "in_context"):
         spec_of(block="plug_in", conditioning="adaln_single")
-    for block in ("dit", CARRYING):
-        with refused('model.text = "cross_attention"', "in_context"):
-            spec_of(block=block, conditioning="in_context", text="cross_attention", text_tokens=4, text_width=8)
+    with refused('model.text = "cross_attention"', "in_context"):
+        spec_of(conditioning="in_context", text="cross_attention", text_tokens=4, text_width=8)

@@ -507,8 +507,8 @@ def test_options_that_cannot_be_are_refused_in_one_line(flags, message):
             'model.conditioning = "adaln_single": the block joint does not support it; must be one of adaln, in_con',
         ),
         (
-            {"text": "joint", "block": "value_residual", "text_tokens": 4, "text_width": 8},
-            'model.block = "value_residual": does not support --model.text joint; leave it out',
+            {"text": "joint", "block": "torchditan.models.dit:DiTBlock", "text_tokens": 4, "text_width": 8},
+            'model.block = "torchditan.models.dit:DiTBlock": does not support --model.text joint; leave it out',
         ),
         (
             {"text": "in_context", "block": "joint", "text_tokens": 4, "text_width": 8},

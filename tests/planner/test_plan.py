@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from minimal_parts import CARRYING, LOOKS_INSIDE, PAIRED, TAUGHT
+from minimal_parts import ALIGNED, PAIRED
 from refusals import assert_refused, refused
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,9 +56,7 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 EVERY_SECOND = "--activation_checkpoint.mode=selective"
 OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
-CARRIED = f"--model.block={CARRYING}"
-TEACHER = f"--diffusion.objective={LOOKS_INSIDE}"
-TEACHER_AND_HEAD = f"--diffusion.ingredients={TAUGHT}"
+HEAD = f"--diffusion.ingredients={ALIGNED}"
 ADALN_SINGLE, IN_CONTEXT = "--model.conditioning=adaln_single", "--model.conditioning=in_context"
 MEAN_FLOW = "--diffusion.objective=imf guidance=true"
 REPLICATE = "--training.data_parallel_replicate_degree"
@@ -80,19 +78,14 @@ def published(model: str, *flags: str, **options: Any) -> list[str]:
 CELLS: dict[int, dict[str, list[str]]] = {
     1: {
         "plain": [],
-        "teacher": [TEACHER],
-        "teacher full": [TEACHER, FULL],
-        "teacher and head": [TEACHER_AND_HEAD],
-        "teacher and head full": [TEACHER_AND_HEAD, FULL],
+        "head": [HEAD],
+        "head full": [HEAD, FULL],
         "full": [FULL],
         "every second block": [EVERY_SECOND],
         "op": OP,
         "float32": ["--training.mixed_precision_param=float32"],
         "official": OFFICIAL,
         "official, DDPM": DDPM,
-        "carried": [CARRIED],
-        "carried full": [CARRIED, FULL],
-        "carried op": [CARRIED, *OP],
         "adaLN-single": [ADALN_SINGLE],
         "adaLN-single full": [ADALN_SINGLE, FULL],
         "in context": [IN_CONTEXT],
@@ -123,16 +116,12 @@ CELLS: dict[int, dict[str, list[str]]] = {
     },
     2: {
         "FSDP": [],
-        "FSDP teacher": [TEACHER],
-        "FSDP teacher full": [TEACHER, FULL],
-        "FSDP teacher and head": [TEACHER_AND_HEAD],
-        "DDP teacher": [TEACHER, f"{REPLICATE}=2"],
+        "FSDP head": [HEAD],
         "FSDP full": [FULL],
         "FSDP MeanFlow": [MEAN_FLOW],
         "FSDP official": OFFICIAL,
         "FSDP official, DDPM": [*DDPM, FULL],
         "FSDP Muon": [MUON, FULL],
-        "FSDP carried full": [CARRIED, FULL],
         "FSDP adaLN-single": [ADALN_SINGLE],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
         "FSDP never reshards": [f"{RESHARD}=never"],
@@ -143,7 +132,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "DDP bfloat16 reduced": [f"{REPLICATE}=2", "--training.mixed_precision_reduce=bfloat16"],
         "context": [CONTEXT],
         "context, in context, full": [CONTEXT, IN_CONTEXT, FULL],
-        "context, teacher and head": [CONTEXT, TEACHER_AND_HEAD],
+        "context, head": [CONTEXT, HEAD],
         "flux": published("flux/debugmodel"),
         "flux LoRA int8 full": published("flux/debugmodel", *INT8, FULL),
         "sd3 DDP full": published("sd3/debugmodel", f"{REPLICATE}=2", FULL),
@@ -219,35 +208,28 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     dims, context = ParallelDims.resolve(training, world_size=world_size), training.context_parallel_degree
     mesh = dims.build_mesh("cpu")
 
-    def build(*, is_trained: bool) -> Any:
-        with torch.device("meta"):
-            model: Any = spec.build()
-        if not is_trained:
-            model.requires_grad_(False)
-        elif context > 1:
-            split_tokens_over_ranks(model, degree=context, timeout_seconds=120)
-        parallelize(
-            model,
-            blocks=spec.blocks(model),
-            mesh=mesh,
-            activation_checkpoint=config.activation_checkpoint.mode,
-            selective_ac_option=config.activation_checkpoint.selective_ac_option,
-            checkpoint_fraction=config.activation_checkpoint.fraction,
-            param_dtype=dtypes[training.mixed_precision_param],
-            reduce_dtype=dtypes[training.mixed_precision_reduce],
-            reshard_after_forward=training.reshard_after_forward,
-        )
-        model.to_empty(device="cpu")
-        model.init_weights(0)
-        return model
-
-    model = build(is_trained=True)
+    with torch.device("meta"):
+        model: Any = spec.build()
+    if context > 1:
+        split_tokens_over_ranks(model, degree=context, timeout_seconds=120)
+    parallelize(
+        model,
+        blocks=spec.blocks(model),
+        mesh=mesh,
+        activation_checkpoint=config.activation_checkpoint.mode,
+        selective_ac_option=config.activation_checkpoint.selective_ac_option,
+        checkpoint_fraction=config.activation_checkpoint.fraction,
+        param_dtype=dtypes[training.mixed_precision_param],
+        reduce_dtype=dtypes[training.mixed_precision_reduce],
+        reshard_after_forward=training.reshard_after_forward,
+    )
+    model.to_empty(device="cpu")
+    model.init_weights(0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer(model, config.optimizer)
     guard = DivergenceGuard(optimizer)
     objective = build_objective(config.diffusion, spec)
-    teacher = build(is_trained=False) if objective.uses_teacher else None
-    ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0, teacher=teacher) if config.ema.enable else None
+    ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0) if config.ema.enable else None
     average = ema.average if ema is not None else {}
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
@@ -265,7 +247,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         for micro_batch in range(num_micro_batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
-            losses, _ = split(objective.loss(model, batch, randomness, teacher))
+            losses, _ = split(objective.loss(model, batch, randomness))
             (losses.sum() / batch_size).backward()
             del losses
         guard.step(number, clip_grad_norm(parameters, max_norm=1.0))
@@ -497,7 +479,7 @@ def test_the_bound_is_the_flops_of_the_mfu_at_the_peak_or_the_state_at_the_bandw
     assert plan.bound.products == pytest.approx(plan.model_flops / 989e12)
     assert plan.bound.state == pytest.approx(2 * sum(plan.state.values()) / 3350e9)
     assert plan.min_step_time_s == max(plan.bound.products, plan.bound.state) == 8 * plan.min_seconds_per_image
-    taught = config_of(TEACHER_AND_HEAD)
+    taught = config_of(HEAD)
     counted = count_loss_flops(taught.diffusion, spec_of(taught)).total
     found = plan_run(taught, device="h100", num_devices=2).model.flops_per_image
     assert found == counted > plan.model.flops_per_image

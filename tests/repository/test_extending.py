@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +31,10 @@ from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Diffusion, Optimizer, Sampling
-from torchditan.diffusion.objectives import Losses, Objective, build_objective
+from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.models import build_model_spec
-from torchditan.models.dit import FLAVORS, Block, DiT
+from torchditan.models.dit import FLAVORS, Block
 from torchditan.models.flops import count_model_flops
-from torchditan.models.saved_weights import saved_parameters
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.optimizers import (
     OptimizerParts,
@@ -485,161 +482,16 @@ def test_every_registered_name_is_there() -> None:
         assert all(isinstance(group, ParameterGroup) for group in parameter_groups(Optimizer(name=name)))
 
 
-@pytest.fixture
-def spied(train: Train, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`spied(look, *flags)`: train the objective that looks inside.
-
-    `look(objective, model, teacher, batch, randomness)` is called before each loss, and may return a factor for it.
-    """
-
-    def run(look: Callable[..., float | None], *flags: str) -> None:
-        kind = registry.registered(registry.INGREDIENTS, "layer_sync")
-        plain = kind.loss
-
-        def loss(self: Any, model: Any, batch: Any, randomness: Any, teacher: Any = None) -> Losses:
-            is_counted = batch["sample"].is_meta  # for MFU
-            factor = None if is_counted else look(self, model, teacher, batch, randomness)
-            losses: Losses = plain(self, model, batch, randomness, teacher)
-            return losses if factor is None else losses._replace(total=losses.total * factor)
-
-        monkeypatch.setattr(kind, "loss", loss)
-        outcome = train(
-            examples()[INSIDE].command, "run", "--validation.freq=0", "--metrics.enable_sampling=false", *flags
-        )
-        assert outcome.code == 0, outcome.err
-
-    return run
-
-
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor).detach().clone() for name, tensor in saved_parameters(model).items()}
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def test_the_teacher_is_the_average_from_before_the_step_without_gradients(spied: Callable[..., None]) -> None:
-    averages: list[dict[str, torch.Tensor]] = []
-
-    def look(objective: Any, model: Any, teacher: Any, batch: Any, randomness: Any) -> None:
-        step, is_first = divmod(len(averages), 2)[0] + 1, len(averages) % 2 == 0  # of two micro-batches
-        weights = whole_weights(model)
-        average = weights if not averages else averages[-1]
-        if step > 1 and is_first:
-            decay = min(0.9, step / (9 + step))
-            average = {name: torch.lerp(average[name], weights[name], 1 - decay) for name in weights}
-        averages.append(average)
-        reference = DiT(model.config)
-        reference.load_state_dict(average)
-        inputs = objective.inputs(batch, randomness)
-        prediction, tokens = teacher(*inputs, features=objective.features)
-        expected, expected_tokens = reference(*inputs, features=objective.features)
-        assert not prediction.requires_grad and not any(value.requires_grad for value in tokens.values())
-        torch.testing.assert_close(prediction, expected.detach(), rtol=1e-5, atol=1e-6)
-        for name in objective.features:
-            torch.testing.assert_close(tokens[name], expected_tokens[name].detach(), rtol=1e-5, atol=1e-6)
-        assert step == 1 or any(not torch.equal(average[name], weights[name]) for name in weights)
-
-    flags = ["--training.steps=5", "--training.batch_size=8", "--ema.decay=0.9", "--optimizer.lr=0.01"]
-    spied(look, *flags, "--lr_scheduler.warmup_steps=0")
-    assert len(averages) == 10
-
-
-def test_a_rollback_takes_the_teacher_back_too(spied: Callable[..., None], tmp_path: Path) -> None:
-    seen: list[dict[str, torch.Tensor]] = []
-
-    def look(objective: Any, model: Any, teacher: Any, batch: Any, randomness: Any) -> float | None:
-        seen.append(whole_weights(teacher))
-        return float("nan") if len(seen) == 4 else None
-
-    keep = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--training.on_nonfinite=rollback"]
-    spied(look, "--training.steps=4", "--optimizer.lr=0.01", *keep)
-    stored = read_state(tmp_path / "run/checkpoint/step-00000002", "ema.")
-    assert len(seen) == 6  # steps 1 to 4, and 3 and 4 once more
-    for name, average in seen[4].items():
-        assert torch.equal(average, stored[f"ema.{name}"]) and torch.equal(average, seen[2][name])
-    assert any(not torch.equal(seen[3][name], seen[4][name]) for name in seen[4])
-
-
 @pytest.mark.usefixtures("added")
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--ema.enable=false", "ema.enable = false: layer_sync uses the EMA model as its teacher; must be true"),
-        (
-            "--diffusion.ingredients=layer_sync strength=1",
-            "strength is not an option of layer_sync; its options are weight",
-        ),
-    ],
-)
-def test_what_looks_inside_refuses_options_in_one_line(flags: str, message: str) -> None:
+def test_the_ingredient_of_the_page_refuses_an_option_that_it_lacks() -> None:
+    spec = build_model_spec(Config().model, sample_shape=(1, 8, 8), num_classes=10)
+    message = "strength is not an option of layer_sync; its options are weight"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        config = load_config(["--diffusion.ingredients=layer_sync", *re.split(" (?=--)", flags)])
-        build_objective(config.diffusion, build_model_spec(config.model, sample_shape=(1, 8, 8), num_classes=10))
-
-
-@pytest.mark.parametrize("option", ["ema.decay=0.5", "ema.warmup=false"])
-def test_the_average_of_a_teacher_is_part_of_the_trajectory(option: str, train: Train) -> None:
-    command, keep = (
-        examples()[INSIDE].command,
-        ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"],
-    )
-    assert train(command, "run", "--training.steps=1", *keep).code == 0
-    outcome = train(command, "run", "--training.steps=2", f"--{option}", *keep)
-    assert outcome.code == 2 and f"{option.split('=')[0]} is " in outcome.err
-
-
-REPLICATE = "--training.data_parallel_replicate_degree"
-MODES = {
-    2: {
-        "FSDP, micro-batches": "--training.batch_size=4",
-        "FSDP, full checkpointing": "--activation_checkpoint.mode=full",
-        "FSDP, offload": "--training.enable_cpu_offload",
-        "DDP": f"{REPLICATE}=2",
-    },
-    4: {"HSDP, selective checkpointing": f"{REPLICATE}=2 --activation_checkpoint.mode=selective"},
-}
-
-
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
-)
-def test_what_looks_inside_follows_one_curve_on_any_number_of_ranks(
-    world_size: int, train: Train, run_distributed: RunDistributed, tmp_path: Path
-) -> None:
-    flags = ["--training.steps=4", "--metrics.enable_sampling=false", "--ema.decay=0.5", "--optimizer.lr=0.001"]
-    assert train(examples()[INSIDE].command, "alone", *flags).code == 0
-    arguments = [
-        *shlex.split(examples()[INSIDE].command)[2:],
-        *shlex.split(TINY),
-        *flags,
-        f"--job.dump_folder={tmp_path}",
-    ]
-    jobs = [
-        [*arguments, f"--metrics.experiment_name={number}", *mode.split()]
-        for number, mode in enumerate(MODES[world_size].values())
-    ]
-    result = run_distributed([__file__, json.dumps(jobs), tmp_path], world_size)
-    assert result.returncode == 0, result.stderr
-    expected = read_metrics(tmp_path / "alone")
-    for number, mode in enumerate(MODES[world_size]):
-        records = read_metrics(tmp_path / str(number))
-        for key in ("loss", "grad_norm", "validation_loss"):
-            found, curve = ([row[key] for row in rows if key in row] for rows in (records, expected))
-            assert len(found) == len(curve) and found == pytest.approx(curve, rel=1e-6), (mode, key)
-
-
-@pytest.mark.slow
-def test_float8_computes_the_teacher_in_float8(train: Train, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    command, flags = examples()[INSIDE].command, ["--training.steps=3", "--metrics.enable_sampling=false"]
-    losses = {}
-    for name, own in (("float32", []), ("float8", ["--float8.enable_float8_linear", "--float8.emulate"])):
-        outcome = train(command, name, *flags, *own)
-        assert outcome.code == 0, outcome.err
-        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name)]
-    assert losses["float8"] == pytest.approx(losses["float32"], rel=0.05) and losses["float8"] != losses["float32"]
+        build_objective(Diffusion(ingredients=["layer_sync strength=1"]), spec)
 
 
 class Blocks(nn.Module):
@@ -778,18 +630,3 @@ def test_groups_share_out_parameters_decay_and_rate() -> None:
     assert shapes == [[(12, 8), (8, 12)], [(8, 8), (12,), (8,), (8,)]]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
     assert not DivergenceGuard(optimizer).is_fused and DivergenceGuard(OptimizerParts([adamw])).is_fused
-
-
-def main(jobs: list[list[str]], folder: Path) -> None:
-    from torchditan.commands import train
-    from torchditan.supervision.exit_status import run_job
-
-    add_to_the_repository(folder / f"added-{os.environ['RANK']}")
-    for flags in jobs:
-        sys.argv[1:] = flags
-        if code := run_job(train.main):
-            sys.exit(code)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -50,7 +50,6 @@ OPTIONAL_PARTS = {
     "torchditan.evaluation.sample_parts",
     "torchditan.evaluation.sweep",
     "torchditan.finetune",
-    "torchditan.ingredients",
     "torchditan.distributed.attention_backend",
     "torchditan.latents.encoding",
     "torchditan.latents.index",

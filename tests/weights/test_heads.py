@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from minimal_parts import TAUGHT
+from minimal_parts import ALIGNED
 from tiny_runs import KEEP
 
 import torchditan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_the_weights_go_everywhere_without_the_head(tmp_path: Path, train: Train, run_script: RunScript) -> None:
-    with_head = f"--diffusion.ingredients={TAUGHT}"
+    with_head = f"--diffusion.ingredients={ALIGNED}"
     averages = ["--ema.post_hoc_widths=0.05,0.1", "--ema.post_hoc_interval=1"]
     train("with head", with_head, "--training.steps=2", *KEEP, *averages)
     train("plain", "--training.steps=1", *KEEP)

@@ -534,7 +534,7 @@ def _arity(option: Option) -> dict[str, Any]:
 
 
 def _metavar(option: Option) -> str | tuple[str, str]:
-    if option.choices:
+    if option.choices or option.takes_plug_ins:
         of_yours = ["module:name"] if option.takes_plug_ins else []
         names = "|".join([*(["INT"] if option.kind is int else []), *option.choices, *of_yours])
         return (names, "more") if option.is_list else names  # argparse shows "a|b [more ...]"

@@ -232,7 +232,7 @@ class Diffusion:
     embedded_guidance: float = 1.0
     """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
     ingredients: list[Annotated[str, INGREDIENTS]] = field(default_factory=list)
-    """Changes of the objective, each with its options after the name, NAME or "NAME weight=0.1" (docs/recipes.md)."""
+    """Changes of the objective, each with its options after the name, "module:name weight=0.1" (docs/extending.md)."""
 
 
 @dataclass(frozen=True)

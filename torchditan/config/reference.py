@@ -54,6 +54,8 @@ def _row(option: Option) -> str:
 
 
 def _type(option: Option) -> str:
+    if option.takes_plug_ins and not option.choices:
+        return "`module:name`"
     if option.choices:
         words = ", ".join(f"`{choice}`" for choice in option.choices)
         of_yours = ", or `module:name`" if option.takes_plug_ins else ""

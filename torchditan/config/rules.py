@@ -491,9 +491,6 @@ def _validate_objective(config: Config) -> None:
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
     objective, _ = resolve(OBJECTIVES, "diffusion.objective", config.diffusion.objective)
-    if objective.uses_teacher and not config.ema.enable:
-        right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
-        raise option_error("ema.enable", False, right)
     method = objective.sampler_method
     sampler = type(create(SAMPLERS, "sampling.sampler", config.sampling.sampler))
     base = pkgutil.resolve_name(str(SAMPLERS.base))
@@ -517,9 +514,6 @@ def _validate_objective(config: Config) -> None:
             right = f"{owner} has a loss of its own, which {entry_name(text)} cannot change; leave one of them out"
             raise option_error("diffusion.ingredients", config.diffusion.ingredients, right)
         owner = entry_name(text) if has_loss else owner
-        if ingredient.uses_teacher and not config.ema.enable:
-            right = f"{entry_name(text)} uses the EMA model as its teacher; must be true"
-            raise option_error("ema.enable", False, right)
         _raise_first(config, ingredient.mistakes(config, objective))
     if config.training.context_parallel_degree > 1:
         _raise_first(config, pkgutil.resolve_name(CONTEXT_PARALLEL).option_mistakes(config))

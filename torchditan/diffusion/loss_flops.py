@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""FLOPs of objectives that compute more than the model's prediction: they read features, or call a teacher."""
+"""FLOPs of objectives that compute more with the model than its prediction."""
 
 from __future__ import annotations
 
@@ -31,19 +31,15 @@ def training_flops(config: Diffusion, spec: ModelSpec, *, warn: Callable[[str], 
 def count_loss_flops(config: Diffusion, spec: ModelSpec) -> ModelFlops:
     """Count the training step of one sample, with all that the objective's loss computes on the meta device.
 
-    A teacher counts with its forward: its weights have no gradient.
-
     Args:
         config: the objective and its options.
         spec: the model, with the heads of the objective.
     """
     objective, batch_size = build_objective(config, spec), batch_multiple(config)
     batch, randomness = example_batch(spec, objective, batch_size)
-    with torch.device("meta"):
-        teacher = spec.build().to("meta").requires_grad_(False) if objective.uses_teacher else None
 
     def loss(model: nn.Module) -> torch.Tensor:
-        return split(objective.loss(model, batch, randomness, teacher))[0]
+        return split(objective.loss(model, batch, randomness))[0]
 
     return count_model_flops(spec, loss, batch_size=batch_size)
 

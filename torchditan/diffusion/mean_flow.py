@@ -179,22 +179,12 @@ class MeanFlow(FlowMatching):
         return Inputs(x_t, t, {**cond, INTERVAL: torch.zeros_like(t), **(_unguided(t) if self.guidance else {})})
 
     def validation_loss(
-        self,
-        model: nn.Module,
-        batch: dict[str, torch.Tensor],
-        randomness: Randomness,
-        teacher: nn.Module | None = None,
+        self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness
     ) -> torch.Tensor | Losses:
         """The loss of flow matching, of u at h = 0."""
-        return super().loss(model, batch, randomness, teacher)
+        return super().loss(model, batch, randomness)
 
-    def loss(
-        self,
-        model: nn.Module,
-        batch: dict[str, torch.Tensor],
-        randomness: Randomness,
-        teacher: nn.Module | None = None,
-    ) -> Losses:
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> Losses:
         """|u - h du/dt - v|^2 with adaptive weights. The micro-batch starts at an even position of the stream."""
         x = batch["sample"]  # (B, C, H, W)
         t, h = self.interval(randomness)

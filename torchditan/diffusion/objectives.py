@@ -51,9 +51,6 @@ class Objective:
 
     REQUIRED: ClassVar[tuple[str, ...]] = ("build", "inputs", "sample")
     """Methods that a subclass has to define, besides `error` or `loss`."""
-    uses_teacher: ClassVar[bool] = False
-    """If true, `loss` gets the EMA model before the step's update as `teacher`. Call it like the model; it computes
-    without gradients."""
     sampler_method: ClassVar[str] = "flow"
     """The method of `diffusion.samplers.Sampler` that `sample` calls: `sampling.sampler` must have it."""
     clips_pixels: ClassVar[bool] = False
@@ -112,7 +109,7 @@ class Objective:
 
     @property
     def features(self) -> Collection[str]:
-        """Names from `ModelSpec.features` that `loss` requests from the model or the teacher."""
+        """Names from `ModelSpec.features` that `loss` requests from the model."""
         return ()
 
     @property
@@ -140,33 +137,22 @@ class Objective:
         """Error of the model's prediction (B, ...) for these inputs: (B,) float32."""
         raise NotImplementedError
 
-    def loss(
-        self,
-        model: nn.Module,
-        batch: dict[str, torch.Tensor],
-        randomness: Randomness,
-        teacher: nn.Module | None = None,
-    ) -> torch.Tensor | Losses:
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor | Losses:
         """Per-sample loss, (B,) float32, optionally with numbers to log.
 
         Args:
             model: `forward(x_t, t, cond)`. With `features=names` it returns (prediction, {name: tokens (B, N, D)}).
             batch: as in `inputs`.
             randomness: as in `inputs`.
-            teacher: the EMA model, if `uses_teacher`.
         """
         inputs = self.inputs(batch, randomness)
         return self.error(model(*inputs), inputs, batch, randomness)
 
     def validation_loss(
-        self,
-        model: nn.Module,
-        batch: dict[str, torch.Tensor],
-        randomness: Randomness,
-        teacher: nn.Module | None = None,
+        self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness
     ) -> torch.Tensor | Losses:
         """The `loss` that validation reports. Batches may have any size."""
-        return self.loss(model, batch, randomness, teacher)
+        return self.loss(model, batch, randomness)
 
     def sample(
         self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
@@ -313,11 +299,6 @@ def uniform_objective(config: Diffusion, spec: ModelSpec) -> Objective:
 def batch_multiple(config: Diffusion) -> int:
     """`training.batch_size` must be a multiple of this for the objective and its ingredients."""
     return math.lcm(*(kind.batch_multiple for kind in objective_kinds(config.objective, config.ingredients)))
-
-
-def uses_teacher(config: Diffusion) -> bool:
-    """Whether the objective, or one of its ingredients, calls the EMA model."""
-    return any(kind.uses_teacher for kind in objective_kinds(config.objective, config.ingredients))
 
 
 def split(losses: torch.Tensor | Losses) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

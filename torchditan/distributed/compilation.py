@@ -42,31 +42,28 @@ def compile_model(model: nn.Module, *, blocks: nn.ModuleList, options: Compile, 
         module.forward = torch.compile(module.forward, fullgraph=True, backend=options.backend, **chosen)
 
 
-def check_compile(config: Config, *, num_shards: int, has_teacher: bool = False) -> None:
+def check_compile(config: Config, *, num_shards: int) -> None:
     """Refuse an unknown backend, and what the scope cannot be combined with.
 
     Args:
         config: with `training.compile`.
         num_shards: ranks that share the weights.
-        has_teacher: the objective calls the EMA model.
     """
     options = config.compile
     known = torch.compiler.list_backends(exclude_tags=())
     if options.backend not in known:
         raise option_error("compile.backend", options.backend, f"must be one of {', '.join(known)}")
-    if options.scope == "model" and (reason := _why_not_one_graph(config, num_shards, has_teacher)) is not None:
+    if options.scope == "model" and (reason := _why_not_one_graph(config, num_shards)) is not None:
         raise option_error("compile.scope", "model", f"{reason}; must be block")
 
 
-def _why_not_one_graph(config: Config, num_shards: int, has_teacher: bool) -> str | None:
+def _why_not_one_graph(config: Config, num_shards: int) -> str | None:
     if num_shards > 1:
         return f"cannot gather the weights that {num_shards} ranks share block by block"
     if config.training.enable_cpu_offload:
         return "cannot fetch the weights of training.enable_cpu_offload block by block"
     if config.lora.rank > 0:
         return "cannot free the frozen weights of a LoRA block by block"
-    if has_teacher:
-        return "cannot free the weights of the EMA model as a teacher block by block"
     return None
 
 

@@ -12,8 +12,7 @@ Notable:
   back to the ranks that they come from, so that autograd gives the gradient of the sum of the ranks' losses. FSDP
   averages over all ranks, and the sum over a group becomes the gradient of one loss;
 - the tokens are padded to a multiple of the degree. Attention does not see the padding;
-- without gradients the model is not split: in validation and sampling each rank has samples of its own. A teacher
-  is not split either.
+- without gradients the model is not split: in validation and sampling each rank has samples of its own.
 
 Shapes: B samples, T tokens (context and patches), n = ceil(T / degree) tokens of a rank, D width, H heads of size K.
 """

@@ -104,24 +104,20 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    # A fully frozen model (a teacher) has no backward pass, which would free the gathered weights of the root.
-    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     num_shards = mesh.size(mesh.ndim - 1)
     uncopied: set[nn.Parameter] = set()
-    if num_shards == 1 and not is_frozen and not cpu_offload:
+    if num_shards == 1 and not cpu_offload:
         uncopied = _frozen_without_cast(model, blocks=blocks, param_dtype=param_dtype)
     # Resharding after forward frees gathered weights. With one shard these are a copy in another precision, which the
     # backward pass makes again. That pays off only for a copied base: the gradients and moments of trained weights take
     # much more memory than the copy.
     has_copied = any(not weight.requires_grad and weight not in uncopied for weight in blocks.parameters())
-    reshard, keeps_last = _reshard_blocks(
-        reshard_after_forward, num_shards=num_shards, has_frozen=has_copied, is_frozen=is_frozen
-    )
+    reshard, keeps_last = _reshard_blocks(reshard_after_forward, num_shards=num_shards, has_frozen=has_copied)
     options: Any = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": uncopied or None}
     for number, block in enumerate(blocks, start=1):
         own = False if keeps_last and number == len(blocks) else reshard
         fully_shard(block, reshard_after_forward=own, **options)
-    fully_shard(model, reshard_after_forward=is_frozen, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
 
 
 def _frozen_without_cast(model: nn.Module, *, blocks: nn.ModuleList, param_dtype: torch.dtype) -> set[nn.Parameter]:
@@ -133,11 +129,11 @@ def _frozen_without_cast(model: nn.Module, *, blocks: nn.ModuleList, param_dtype
 
 
 def _reshard_blocks(
-    option: Literal["default", "always", "never"], *, num_shards: int, has_frozen: bool, is_frozen: bool
+    option: Literal["default", "always", "never"], *, num_shards: int, has_frozen: bool
 ) -> tuple[bool, bool]:
     """Whether blocks reshard after their forward pass, and whether the last one does not."""
-    if num_shards == 1 or is_frozen:
-        return num_shards > 1 or has_frozen, False
+    if num_shards == 1:
+        return has_frozen, False
     # The backward pass starts with the last block, and would gather at once what its forward pass has just freed.
     return option != "never", option != "always"
 

@@ -35,7 +35,6 @@ def validation_losses(
     *,
     objective: Objective,
     uniform: Objective | None,
-    teacher: nn.Module | None,
     dataset: ImageDataset,
     space: SampleSpace,
     num_images: int,
@@ -58,7 +57,6 @@ def validation_losses(
         objective: `validation_objective` of the run.
         uniform: `uniform_objective` of the run, for the bins; None omits them. A sample belongs to the bin of the t in
             its inputs.
-        teacher: the EMA model, if the objectives use it.
         dataset: held-out images.
         space: converts images to the model's samples.
         num_images: images to use, at most the dataset's.
@@ -101,12 +99,12 @@ def validation_losses(
         ).to(device)
         batch = space.prepare(batch)
         with torch.compiler.set_stance("force_eager"):
-            losses = split(objective.validation_loss(model, batch, randomness, teacher))[1]["loss"]
+            losses = split(objective.validation_loss(model, batch, randomness))[1]["loss"]
             total += losses[real].to(sums_on).double().sum()
             for timesteps in stratified:
                 randomness = Randomness(randomness, timestep=timesteps[rows].to(device))
                 assert uniform is not None
-                losses = split(uniform.validation_loss(model, batch, randomness, teacher))[1]["loss"]
+                losses = split(uniform.validation_loss(model, batch, randomness))[1]["loss"]
                 times = uniform.model_time(uniform.inputs(batch, randomness).t)
                 bins += _sums_in_bins(losses.to(sums_on), times.to(sums_on), real.to(sums_on))
     dist.all_reduce(total)

@@ -85,32 +85,14 @@ def attention_backend(job: Job) -> AbstractContextManager[None]:
 
 def build_model(job: Job, supervision: Supervision, mesh: DeviceMesh) -> tuple[Any, str | None]:
     """Return the sharded model with its weights, in training mode, and which layers compute in float8."""
+    config, spec = job.config, job.spec
     with torch.device("meta"):
-        model = job.spec.build()
+        model = spec.build()
     if (degree := job.parallel_dims.context) > 1:
         from torchditan.distributed.context_parallel import split_tokens_over_ranks
 
-        split_tokens_over_ranks(model, degree=degree, timeout_seconds=job.config.comm.init_timeout_seconds)
-    float8_layers = _convert_to_float8(job, model) if job.config.float8.enable_float8_linear else None
-    return _shard_and_fill(job, model, supervision, mesh).train(), float8_layers
-
-
-def build_teacher(job: Job, supervision: Supervision, mesh: DeviceMesh) -> Any:
-    """Another instance of the model with the same precision and sharding, without gradients.
-
-    Its parameters become the EMA. It frees gathered weights after each use, so that it always uses the current average.
-    """
-    with torch.device("meta"):
-        teacher = job.spec.build().requires_grad_(False)
-    if job.config.float8.enable_float8_linear:
-        _convert_to_float8(job, teacher)
-    teacher = _shard_and_fill(job, teacher, supervision, mesh).eval()
-    teacher.forward = torch.no_grad()(teacher.forward)
-    return teacher
-
-
-def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: DeviceMesh) -> Any:
-    config, spec = job.config, job.spec
+        split_tokens_over_ranks(model, degree=degree, timeout_seconds=config.comm.init_timeout_seconds)
+    float8_layers = _convert_to_float8(job, model) if config.float8.enable_float8_linear else None
     sharded: Any = parallelize(  # has init_weights and set_requires_gradient_sync
         model,
         blocks=spec.blocks(model),
@@ -129,7 +111,7 @@ def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: 
         sharded.init_weights(config.training.seed)
     for buffer in sharded.buffers():  # offloading moves only parameters
         buffer.data = buffer.data.to(job.device)
-    return sharded
+    return sharded.train(), float8_layers
 
 
 def _convert_to_float8(job: Job, model: nn.Module) -> str:
@@ -159,11 +141,11 @@ def build_loss_spikes(config: Config, device: torch.device) -> LossSpikes | None
     return LossSpikes(factor, device) if config.training.on_nonfinite == "rollback" and factor else None
 
 
-def build_ema(config: Config, model: nn.Module, teacher: nn.Module | None) -> EMA | None:
+def build_ema(config: Config, model: nn.Module) -> EMA | None:
     options = config.ema
     if not options.enable:
         return None
-    return EMA(model, decay=options.decay, warmup=options.warmup, only_trained=config.lora.rank > 0, teacher=teacher)
+    return EMA(model, decay=options.decay, warmup=options.warmup, only_trained=config.lora.rank > 0)
 
 
 def build_post_hoc_ema(

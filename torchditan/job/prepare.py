@@ -19,7 +19,7 @@ from torchditan.config.rules import validate_parts
 from torchditan.config.trajectory import INITIAL_WEIGHTS, trajectory
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
-from torchditan.diffusion.objectives import Objective, build_objective, uses_teacher
+from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.cpu_threads import configure_cpu
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
@@ -179,7 +179,7 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
     if config.training.compile:
         from torchditan.distributed.compilation import check_compile, compiled_folder
 
-        check_compile(config, num_shards=num_shards, has_teacher=uses_teacher(config.diffusion))
+        check_compile(config, num_shards=num_shards)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder(config, device=rank.device).absolute()))
     check_async_mode(config, device=rank.device)
     check_trackers(config.metrics)

@@ -461,7 +461,7 @@ class Block(nn.Module):
         rope: torch.Tensor | None,
         text: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         """One block.
 
         Args:
@@ -472,7 +472,7 @@ class Block(nn.Module):
             mask: bool (B, 1, 1, N), or (B, 1, 1, L) with `text`: false for padding tokens. None attends to all tokens.
 
         Returns:
-            (B, N, D), or a tuple of that and tensors, which the following blocks get as arguments after `mask`.
+            (B, N, D).
         """
         raise NotImplementedError
 
@@ -663,11 +663,8 @@ class DiT(nn.Module):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Apply the blocks to the tokens x (B, context + N, D). Returns them and the features, of all tokens too."""
         found: dict[str, torch.Tensor] = {}
-        carried: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x, c, rope, text, mask, *carried)
-            if isinstance(x, tuple):
-                x, *carried = x
+            x = block(x, c, rope, text, mask)
             if (name := f"blocks.{i}") in features:
                 found[name] = x
         return x, found

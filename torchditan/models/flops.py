@@ -89,7 +89,7 @@ def count_model_flops(
     Args:
         spec: the model.
         loss: all that a step computes with the model, on the meta device. None: the prediction, which is all but a few
-            operations, unless the objective reads features or calls a teacher.
+            operations, unless the objective reads features.
         batch_size: number of samples that `loss` has. The FLOPs are their mean.
     """
     # Imported here because the import is slow and only needed once.

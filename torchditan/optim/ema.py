@@ -26,30 +26,14 @@ class EMA:
         model: the model to average.
         decay, warmup: as above.
         only_trained: average only the trained weights.
-        teacher: another instance of the model, sharded alike. Its parameters become the average, so that you can call
-            the averaged model at any time and no second copy of the average exists.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        decay: float,
-        warmup: bool = True,
-        only_trained: bool = False,
-        teacher: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, decay: float, warmup: bool = True, only_trained: bool = False) -> None:
         self.model = model
         self.decay = decay
         self.warmup = warmup
         self.parameters = saved_parameters(model, only_trained=only_trained)
-        self.average: dict[str, torch.Tensor]
-        if teacher is None:
-            self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        else:  # the parameters and not their storages, because FSDP may replace storages in its first forward
-            self.average = {**saved_parameters(teacher)}
-            assert self.average.keys() == self.parameters.keys()
-            self.restart()
+        self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def decay_at(self, step: int) -> float:
         """Decay of this step (1 is the first)."""

@@ -155,8 +155,6 @@ class Layout:
     optimizer: Optimizer
     num_averages: int = 1
     """Averages of each of these weights: the EMA, and those of `ema.post_hoc_widths`."""
-    uses_teacher: bool = False
-    """Whether the objective calls the EMA model. Its parameters are the average, gathered block by block."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When gathered weights are freed; see `parallelize`."""
 
@@ -195,7 +193,7 @@ def _trains_plain(parameters: Parameters, layout: Layout) -> bool:
 
 def _managed(weights: Sequence[Weight], layout: Layout) -> list[Weight]:
     """Those that `fully_shard` manages, by the rule of parallelize.py."""
-    if layout.num_shards > 1 or layout.cpu_offload or layout.uses_teacher:
+    if layout.num_shards > 1 or layout.cpu_offload:
         return list(weights)
     return [w for w in weights if w.is_trained or w.gathered_itemsize(layout.param_bytes) != w.itemsize]
 
@@ -261,12 +259,6 @@ class _Step:
         self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
         self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in _managed(block, layout))
-        largest = max((block.gathered for block in self.blocks), default=0)
-        self.teacher = self.root.gathered + largest if layout.uses_teacher else 0
-        """Bytes of gathered teacher weights while the teacher computes, before the first block or after the last one.
-        The additional block that FSDP keeps is counted with the model's own, if its last block does not stay."""
-        self.additional = largest if layout.uses_teacher else 0
-        """Bytes of this additional block."""
         self.remaining = 0.0 if has_frozen else 1.0
         """Share of a block's gathered weights that stay after its forward pass, by the rule of parallelize.py. The last
         block stays whole, or is gathered again at once."""
@@ -275,8 +267,7 @@ class _Step:
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
-        gathered = self._gathered_in_embedders() + self.teacher
-        self._add("forward, embedders", gathered=gathered, working=embed.peak(batch_size))
+        self._add("forward, embedders", gathered=self.root.gathered, working=embed.peak(batch_size))
         self.kept += embed.left(batch_size)
         for i, trace in enumerate(traces):
             label = f"block {i + 1} of {len(self.blocks)}"
@@ -285,11 +276,10 @@ class _Step:
             working = trace.forward.peak(batch_size)
             self._add(f"forward of {label}", gathered=self._gathered_in_forward(i), working=working)
             self.kept += trace.forward.left(batch_size)
-        gathered = self._gathered_in_backward(len(self.blocks), own=False) + self.teacher
+        gathered = self._gathered_in_backward(len(self.blocks), own=False)
         if self.layout.num_shards > 1 and self.layout.reshard_after_forward != "always":
             both = gathered + self.blocks[-1].gathered  # the result of its all-gather, until the forward pass ends
             self._add("final layer", gathered=both, working=traces[-1].output.peak(batch_size))
-            gathered += self.additional
         self._add("final layer and loss", gathered=gathered, working=head.peak(batch_size))
         self.kept += head.left(batch_size)
 
@@ -370,9 +360,6 @@ class _Step:
         if self.layout.num_micro_batches == 1:
             return 0
         return self.layout.reduce_bytes * unit.gradient // self.layout.param_bytes
-
-    def _gathered_in_embedders(self) -> float:
-        return self.root.gathered
 
     def _gathered_in_gather(self, i: int) -> float:
         before = self.blocks[i - 1].gathered if i > 0 else self.root.gathered

@@ -321,7 +321,6 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         num_averages=config.ema.enable + len(config.ema.post_hoc_widths),
         cpu_offload=training.enable_cpu_offload,
         optimizer=config.optimizer,
-        uses_teacher=model.objective.uses_teacher,
         reshard_after_forward=training.reshard_after_forward,
     )
     traces = model.traces(config)

@@ -96,8 +96,7 @@ def trace_blocks(
 ) -> list[StepTrace]:
     """Trace a step of `spec`, with the same checkpointing for every block.
 
-    Operators between two blocks count to the earlier one. An objective that uses features or a teacher gets the whole
-    model.
+    Operators between two blocks count to the earlier one. An objective that uses features gets the whole model.
 
     Args:
         spec: the model, with the heads of the objective.
@@ -209,17 +208,11 @@ def _record(
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
     inputs = [*model.parameters(), *model.buffers(), *batch.values()]
-    teacher: nn.Module | None = None
-    if objective.uses_teacher:
-        with torch.device("meta"):
-            teacher = _computing_in(spec.build().requires_grad_(False), dtype)
-        inputs += [*teacher.parameters(), *teacher.buffers()]
-    inputs += randomness.values()
-    recorder = StepRecorder(ignored=inputs)
+    recorder = StepRecorder(ignored=[*inputs, *randomness.values()])
     model.register_forward_hook(lambda *_: recorder.mark("loss"))
     with recorder, replacing(), _marked(blocks, recorder):
         recorder.mark("start")
-        losses, _ = split(objective.loss(model, batch, randomness, teacher))
+        losses, _ = split(objective.loss(model, batch, randomness))
         loss = losses.sum() / batch_size
         loss.backward()
         recorder.mark("end")

@@ -136,7 +136,6 @@ def validation_loss(trained: TrainedModel) -> float:
             trained.model,
             objective=validation_objective(trained.config.diffusion, trained.spec),
             uniform=None,
-            teacher=None,
             dataset=job.validation_dataset,
             space=job.space,
             num_images=trained.config.validation.num_images,
