@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.conftest import RunScript
 
 CPU = torch.device("cpu")
-SCRIPT = "scripts/train_autoencoder.py"
+SCRIPT = ("torchditan", "autoencoder")
 SMALL = PatchAutoencoderConfig(image_channels=3, latent_channels=8, patch_size=4, width=16, depth=1)
 
 
@@ -266,7 +266,7 @@ QUICK += ["--dtype=float32", "--dataset.num_workers=0"]
 
 
 def test_the_script_trains_on_digits_and_says_how_to_use_the_folder(tmp_path: Path, run_script: RunScript) -> None:
-    code, output, errors = run_script(SCRIPT, "out", *QUICK)
+    code, output, errors = run_script(*SCRIPT, "out", *QUICK)
     assert (code, errors) == (0, "")
     header, *steps, figures, use, picture = output.splitlines()
     assert header.startswith("1,498 images of digits, 1 x 8 x 8; ")
@@ -285,8 +285,8 @@ def test_the_script_trains_on_digits_and_says_how_to_use_the_folder(tmp_path: Pa
 
 def test_the_script_run_twice_writes_the_same_bytes(tmp_path: Path, run_script: RunScript) -> None:
     for out in ("a", "b"):
-        assert run_script(SCRIPT, out, *QUICK, "--steps=4")[0] == 0
-    assert run_script(SCRIPT, "c", *QUICK, "--steps=4", "--seed=1")[0] == 0
+        assert run_script(*SCRIPT, out, *QUICK, "--steps=4")[0] == 0
+    assert run_script(*SCRIPT, "c", *QUICK, "--steps=4", "--seed=1")[0] == 0
     a, b, c = ((tmp_path / out / "model.safetensors").read_bytes() for out in "abc")
     assert a == b != c
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
@@ -294,12 +294,12 @@ def test_the_script_run_twice_writes_the_same_bytes(tmp_path: Path, run_script: 
 
 def test_a_finished_autoencoder_is_replaced_only_when_asked(folder: Path, run_script: RunScript) -> None:
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    code, output, errors = run_script(SCRIPT, folder, *QUICK, "--steps=1")
+    code, output, errors = run_script(*SCRIPT, folder, *QUICK, "--steps=1")
     assert (code, output) == (2, "")
     right = "holds an autoencoder already; choose another folder, or replace it with --overwrite"
     assert errors == f'error: out = "{folder}": {right}\n'
     assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert run_script(SCRIPT, folder, *QUICK, "--steps=1", "--overwrite")[0] == 0
+    assert run_script(*SCRIPT, folder, *QUICK, "--steps=1", "--overwrite")[0] == 0
     assert PatchAutoencoder.open(folder, device=CPU).image_channels == 1
 
 
@@ -349,7 +349,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     tmp_path: Path, run_script: RunScript, arguments: list[str], about: str, mentions: list[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    code, output, errors = run_script(SCRIPT, *arguments)
+    code, output, errors = run_script(*SCRIPT, *arguments)
     assert (code, output) == (2, "")
     assert_refused(errors, about, [mention.replace("FOLDER", str(tmp_path)) for mention in mentions])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -362,6 +362,6 @@ def test_a_disk_that_is_full_is_one_line(run_script: RunScript, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("torchditan.autoencoders.patch.write_file", fail)
-    code, _, errors = run_script(SCRIPT, "out", *QUICK, "--steps=1")
+    code, _, errors = run_script(*SCRIPT, "out", *QUICK, "--steps=1")
     assert code == 2
     assert_refused(errors, 'out = "out"', ["No space left on device"])

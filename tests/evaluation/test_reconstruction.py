@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""PSNR and SSIM against independent computations and known cases; the numbers that scripts/reconstruct.py prints."""
+"""PSNR and SSIM against independent computations and known cases; the numbers that `torchditan reconstruct` prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchditan.evaluation.reconstruction import channel_statistics, normalizati
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-SCRIPT = "scripts/reconstruct.py"
+SCRIPT = ("torchditan", "reconstruct")
 EARTH = ["--dataset.dataset_name=earth", "--dataset.image_size=64", "--num_images=20"]
 
 
@@ -146,7 +146,7 @@ def test_a_channel_that_never_varies_keeps_a_finite_scale() -> None:
 
 
 def test_one_table_compares_autoencoders(tmp_path: Path, run_script: RunScript) -> None:
-    code, output, errors = run_script(SCRIPT, *EARTH, "--compare", "haar", "patch:earth")
+    code, output, errors = run_script(*SCRIPT, *EARTH, "--compare", "haar", "patch:earth")
     assert (code, errors) == (0, "")
     first, headings, haar, patch, *_ = output.splitlines()
     assert first.startswith("20 held-out images of earth, 3 x 64 x 64, on ")
@@ -164,7 +164,7 @@ def test_one_table_compares_autoencoders(tmp_path: Path, run_script: RunScript) 
 
 def test_a_normalisation_that_is_not_published_is_printed_to_paste(tmp_path: Path, run_script: RunScript) -> None:
     haar = ["--num_images=50", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]  # of digits
-    code, output, _ = run_script(SCRIPT, *haar, "--out=a/b.png")
+    code, output, _ = run_script(*SCRIPT, *haar, "--out=a/b.png")
     assert code == 0 and (tmp_path / "a" / "b.png").exists()
     (tmp_path / "job.toml").write_text(output[output.index("[autoencoder]") : output.index("\noriginals")])
     found = read_toml(tmp_path / "job.toml")
@@ -172,13 +172,13 @@ def test_a_normalisation_that_is_not_published_is_printed_to_paste(tmp_path: Pat
     assert len(found["autoencoder.shift"]) == len(found["autoencoder.scale"]) == 4
 
     pasted = [f"--autoencoder.{key}={found[f'autoencoder.{key}']}" for key in ("shift", "scale")]
-    code, output, _ = run_script(SCRIPT, *haar, *pasted)
+    code, output, _ = run_script(*SCRIPT, *haar, *pasted)
     assert code == 0 and "[autoencoder]" not in output
     assert output.splitlines()[2].split()[-6:-2] == ["+0.00", "+0.00", "1.00", "1.00"]
 
 
 def test_small_images_have_no_ssim(run_script: RunScript) -> None:
-    code, output, _ = run_script(SCRIPT, "--num_images=5", "--autoencoder.name=haar")
+    code, output, _ = run_script(*SCRIPT, "--num_images=5", "--autoencoder.name=haar")
     assert code == 0
     assert output.splitlines()[2].split()[8:10] == ["inf", "-"]
 
@@ -212,7 +212,7 @@ def test_small_images_have_no_ssim(run_script: RunScript) -> None:
 def test_a_mistake_is_one_line_and_writes_nothing(
     tmp_path: Path, run_script: RunScript, arguments: list[str], about: str, mentions: list[str]
 ) -> None:
-    code, output, errors = run_script(SCRIPT, *arguments)
+    code, output, errors = run_script(*SCRIPT, *arguments)
     assert (code, output) == (2, "")
     assert_refused(errors, about, mentions)
     assert not list(tmp_path.iterdir())
@@ -222,6 +222,6 @@ def test_images_that_do_not_divide_into_latents_are_one_line(tmp_path: Path, run
     for number in range(40):
         Image.new("RGB", (12, 10), (number, 0, 0)).save(tmp_path / f"{number}.png")
     flags = ["--dataset.dataset_name=folder", f"--dataset.root_dir={tmp_path}", "--dataset.image_size", "10", "12"]
-    code, output, errors = run_script(SCRIPT, *flags, "--autoencoder.name=haar")
+    code, output, errors = run_script(*SCRIPT, *flags, "--autoencoder.name=haar")
     assert (code, output) == (2, "")
     assert_refused(errors, "dataset.image_size = [10, 12]", ["multiple of 4", "haar"])

@@ -61,7 +61,7 @@ def test_a_run_starts_from_a_run_or_a_file_whatever_its_alpha(
     for format in ("diffusers", "kohya") if model in ("flux", "sd3") else ("diffusers",):
         sources[format] = tmp_path / f"{format}/{model}.safetensors"
         arguments = [tmp_path / "first", sources[format], f"--format={format}"]
-        assert run_script("scripts/export_lora.py", *arguments).code == 0
+        assert run_script("torchditan", "export_lora", *arguments).code == 0
     sources["folder"] = sources["diffusers"].parent
     for name, source in sources.items():
         line = train(name, *AS_IT_IS, "--lora.alpha=1", f"--checkpoint.initial_load_path={source}")
@@ -97,7 +97,7 @@ def test_a_lora_over_int8_starts_and_resumes_without_its_source(run_script: RunS
 def test_a_file_with_fewer_layers_leaves_the_others_at_zero(run_script: RunScript, tmp_path: Path) -> None:
     assert run_script("train.py", *job("sd3", tmp_path / "first", "--lora.rank=2")).code == 0
     path = tmp_path / "all.safetensors"
-    assert run_script("scripts/export_lora.py", tmp_path / "first", path).code == 0
+    assert run_script("torchditan", "export_lora", tmp_path / "first", path).code == 0
     part = change(path, to=tmp_path / "part.safetensors", keep=lambda name: ".to_q." in name)
     flags = ["--lora.rank=2", *AS_IT_IS, f"--checkpoint.initial_load_path={part}"]
     outcome = run_script("train.py", *job("sd3", tmp_path / "more", *flags))
@@ -116,7 +116,7 @@ def test_a_file_with_more_layers_names_the_option_that_adds_them(
     more = ["--lora.target_modules", "to_q", "ff.net.2", "pos_embed.proj", "norm1.linear"]
     assert run_script("train.py", *job("sd3", tmp_path / "first", "--lora.rank=2", *more)).code == 0
     path = tmp_path / "more.safetensors"
-    assert run_script("scripts/export_lora.py", tmp_path / "first", path, f"--format={format}").code == 0
+    assert run_script("torchditan", "export_lora", tmp_path / "first", path, f"--format={format}").code == 0
     start = ["--lora.rank=2", *AS_IT_IS, f"--checkpoint.initial_load_path={path}"]
     outcome = run_script("train.py", *job("sd3", tmp_path / "second", *start))
     assert outcome.code == 2
@@ -143,7 +143,8 @@ def loras(run_alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if flags:
             for format in ("diffusers", "kohya"):
                 run_alone(
-                    "scripts/export_lora.py",
+                    "torchditan",
+                    "export_lora",
                     folder / name,
                     folder / f"{name}_{format}.safetensors",
                     f"--format={format}",
