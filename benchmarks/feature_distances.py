@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Do FD-EffNetLite0 and KID-EffNetLite0 rise with damage? `python benchmarks/feature_distances.py --datasets earth`.
+"""Do FD-EffNetLite0 and KID-EffNetLite0 rise with damage? `python benchmarks/feature_distances.py`.
 
 Notable:
 - training images are split at random into references and samples, N each, anew for every seed;
@@ -33,9 +33,8 @@ BLUR = (0.5, 1.0, 2.0)
 """Standard deviation of the Gaussian, in pixels."""
 NOISE = (8, 16, 32)
 """Standard deviation, of 255."""
-DROPPED = {"earth": (1, 3, 5), "emoji": (2, 4, 6)}
-"""Classes left out, of 7 and 9; People & Body, which is more than half of emoji, always stays."""
-ALWAYS_KEPT = {"earth": None, "emoji": "People & Body"}
+DROPPED = (1, 3, 5)
+"""Classes left out, of 7."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -43,7 +42,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="FD-EffNetLite0 and KID-EffNetLite0 of damaged images.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--datasets", nargs="+", default=["earth", "emoji"], choices=["earth", "emoji"])
     parser.add_argument("--num_images", type=int, default=1300, help="references, and samples; more than 1280")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
@@ -90,17 +88,17 @@ def distances(samples: Tensor, references: Tensor) -> tuple[float, float]:
     return frechet_distance(gaussian_of(samples), gaussian_of(references)), polynomial_mmd(samples, references)
 
 
-def pixels_and_labels(name: str, split: str) -> tuple[Tensor, np.ndarray, list[str]]:
-    dataset = build_dataset(Dataset(dataset_name=name), split=split)  # type: ignore[arg-type]
+def pixels_and_labels(split: str) -> tuple[Tensor, np.ndarray, list[str]]:
+    dataset = build_dataset(Dataset(dataset_name="earth"), split=split)  # type: ignore[arg-type]
     pixels = torch.from_numpy(np.ascontiguousarray(dataset.pixels)).permute(0, 3, 1, 2)  # type: ignore[attr-defined]
     return pixels, dataset.class_labels, dataset.class_names  # type: ignore[attr-defined]
 
 
-def measure(name: str, *, num_images: int, seed: int, extract: Extractor) -> dict[str, tuple[float, float]]:
+def measure(*, num_images: int, seed: int, extract: Extractor) -> dict[str, tuple[float, float]]:
     """(FD, KID) of each kind and level of damage."""
-    pixels, labels, class_names = pixels_and_labels(name, "train")
-    held_out = extract(pixels_and_labels(name, "validation")[0], f"{name}-validation")
-    features = extract(pixels, f"{name}-train")
+    pixels, labels, class_names = pixels_and_labels("train")
+    held_out = extract(pixels_and_labels("validation")[0], "earth-validation")
+    features = extract(pixels, "earth-train")
     random = np.random.default_rng(seed)
     order = random.permutation(len(pixels))
     references, rest = features[order[:num_images]], order[num_images:]
@@ -109,15 +107,15 @@ def measure(name: str, *, num_images: int, seed: int, extract: Extractor) -> dic
 
     rows = {"undamaged": distances(features[chosen], references)}
     for sigma in BLUR:
-        damaged = extract(blurred(images, sigma), f"{name}-{num_images}-{seed}-blur-{sigma}")
+        damaged = extract(blurred(images, sigma), f"earth-{num_images}-{seed}-blur-{sigma}")
         rows[f"blur {sigma} px"] = distances(damaged, references)
     for std in NOISE:
-        damaged = extract(noisy(images, std, seed=seed), f"{name}-{num_images}-{seed}-noise-{std}")
+        damaged = extract(noisy(images, std, seed=seed), f"earth-{num_images}-{seed}-noise-{std}")
         rows[f"noise {std}/255"] = distances(damaged, references)
-    classes = random.permutation([k for k in range(len(class_names)) if class_names[k] != ALWAYS_KEPT[name]])
-    for count in DROPPED[name]:
+    classes = random.permutation(len(class_names))
+    for count in DROPPED:
         kept = rest[~np.isin(labels[rest], classes[:count])][:num_images]
-        assert len(kept) == num_images, f"{name}: {len(kept)} images are left without {count} classes"
+        assert len(kept) == num_images, f"{len(kept)} images are left without {count} classes"
         rows[f"{count} of {len(class_names)} classes dropped"] = distances(features[kept], references)
     few = len(held_out)
     rows[f"{few} undamaged"] = distances(features[rest[-few:]], references)
@@ -129,16 +127,14 @@ def main() -> None:
     args = parse(sys.argv[1:])
     torch.set_num_threads(args.threads)
     extract = Extractor(args.cache)
-    results: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for name in args.datasets:
-        runs = [measure(name, num_images=args.num_images, seed=seed, extract=extract) for seed in range(args.seeds)]
-        print(f"| {name}: N = {args.num_images}, {args.seeds} seeds | FD-EffNetLite0 | KID-EffNetLite0 x 1000 |")
-        print("|---|---|---|")
-        results[name] = {}
-        for row in runs[0]:
-            fd, kid = ([run[row][i] for run in runs] for i in range(2))
-            results[name][row] = {"FD-EffNetLite0": fd, "KID-EffNetLite0": kid}
-            print(f"| {row} | {summary(fd)} | {summary([1000 * value for value in kid])} |", flush=True)
+    runs = [measure(num_images=args.num_images, seed=seed, extract=extract) for seed in range(args.seeds)]
+    print(f"| earth: N = {args.num_images}, {args.seeds} seeds | FD-EffNetLite0 | KID-EffNetLite0 x 1000 |")
+    print("|---|---|---|")
+    results: dict[str, dict[str, list[float]]] = {}
+    for row in runs[0]:
+        fd, kid = ([run[row][i] for run in runs] for i in range(2))
+        results[row] = {"FD-EffNetLite0": fd, "KID-EffNetLite0": kid}
+        print(f"| {row} | {summary(fd)} | {summary([1000 * value for value in kid])} |", flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps({"command": sys.argv, "results": results}, indent=1) + "\n")
 

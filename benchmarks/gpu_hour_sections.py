@@ -334,7 +334,7 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
                     "--out={folder}/c.json",
                 ),
                 imf_train,
-                (python, "scripts/generate.py", "{folder}/imf", "--sampling.images_per_class=64"),
+                (python, "-m", "torchditan", "generate", "{folder}/imf", "--sampling.images_per_class=64"),
             ),
             read_imf,
         ),
@@ -501,7 +501,7 @@ def read_imf(folder: Path, outputs: Sequence[str]) -> Found:
         {"objective": name, "flops": row["flops"], "time": row["time"]} for name, row in document["rows"].items()
     ]
     drawn = re.search(r"^\d+ images in .*$", outputs[-1], re.MULTILINE)
-    assert drawn is not None, "generate.py printed no time"
+    assert drawn is not None, "torchditan generate printed no time"
     rows.append({"objective": "drawing", "time": drawn[0]})
     return Found(rows, document)
 

@@ -2,7 +2,7 @@
 """The cases of step_time.py: which ones take turns, and how each one's step is built.
 
 Notable:
-- ours is the trainer's own step, and samples are drawn as scripts/generate.py does;
+- ours is the trainer's own step, and samples are drawn as `torchditan generate` does;
 - diffusers' model gets the step and the sampler of plain_dit.py;
 - data and weights are random normal: zeros run faster on GPUs.
 """
@@ -146,7 +146,7 @@ def against(choice: Choice, other: str) -> Iterator[Group]:
 
 
 def sampling(choice: Choice) -> Iterator[Group]:
-    """Drawing images. Ours is never compiled: scripts/generate.py does not compile."""
+    """Drawing images. Ours is never compiled: `torchditan generate` does not compile."""
     for model in choice.models:
         for other in ("diffusers", "plain"):
             for num_ranks in choice.ranks:
@@ -344,7 +344,7 @@ def bare_loop(model: nn.Module, case: Case, batch_size: int, device: torch.devic
 
 
 def sampling_of_ours(case: Case, config: Config, *, batch_size: int, rank: Rank) -> Step:
-    """Draws `batch_size` images, as scripts/generate.py does with a trained model."""
+    """Draws `batch_size` images, as `torchditan generate` does with a trained model."""
     spec = build_spec(case)
     with torch.device("meta"):
         model = spec.build()

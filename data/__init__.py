@@ -32,7 +32,6 @@ DATASETS = Registry(
         "digits": "torchditan.datasets.digits:build",
         "dummy": "torchditan.datasets.dummy:build",
         "earth": "torchditan.datasets.earth:build",
-        "emoji": "torchditan.datasets.emoji:build",
         "folder": "torchditan.datasets.folder:build",
         "imagenet": "torchditan.datasets.imagenet:build",
         "imagenet_dummy": "torchditan.datasets.latents:build",  # an old name; see config/legacy_keys.py
@@ -44,7 +43,7 @@ DATASETS = Registry(
 )
 """`dataset.dataset_name`: functions `build` as above."""
 INDEXED = (
-    *("captions", "digits", "dummy", "earth", "emoji", "folder", "imagenet", "imagenet_dummy", "latents", "scenes"),
+    *("captions", "digits", "dummy", "earth", "folder", "imagenet", "imagenet_dummy", "latents", "scenes"),
     "webdataset",
 )
 """Datasets of this package that never stream: refused before their data is opened."""

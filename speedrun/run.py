@@ -164,14 +164,14 @@ def _is_completed(run: Path) -> bool:
     return run.exists() and (read_status(run) or {}).get("state") == "completed"
 
 
-def _call(trial: Trial, script: str, arguments: list[str]) -> None:
-    """Run a script of the project with the entry's code, on one thread of the CPU, into a log."""
-    log = trial.outputs / "logs" / f"{trial.run.name}_{Path(script).stem}.log"
+def _call(trial: Trial, command: str, arguments: list[str]) -> None:
+    """Run train.py, or a command of `torchditan`, with the entry's code, on one thread of the CPU, into a log."""
+    log = trial.outputs / "logs" / f"{trial.run.name}_{Path(command).stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{trial.run.name}: {script}, log in {log}", flush=True)
+    print(f"{trial.run.name}: {command}, log in {log}", flush=True)
     with open(log, "ab") as file:
         code = subprocess.run(
-            [*launch_command(trial.entry, trial.outputs), script, *arguments],
+            [*launch_command(trial.entry, trial.outputs), command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -182,7 +182,7 @@ def _call(trial: Trial, script: str, arguments: list[str]) -> None:
         raise ConfigError(f"{trial.run.name} was interrupted; run the same command again to continue")
     if code:
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        raise ConfigError(f"{trial.run.name}: {script} failed ({code}); see {log}: {last[0]}")
+        raise ConfigError(f"{trial.run.name}: {command} failed ({code}); see {log}: {last[0]}")
 
 
 def launch_command(entry: Entry, outputs: Path) -> list[str]:
@@ -205,7 +205,7 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
     """Draw samples and compare them, as the protocol says."""
     run = trial.scored_run(width)
     if width is not None and not (run / "config.json").exists():
-        _call(trial, "scripts/reconstruct_ema.py", [str(trial.run), "--width", f"{width:g}", "--overwrite"])
+        _call(trial, "average", [str(trial.run), "--width", f"{width:g}", "--overwrite"])
     sampling = split_sampling(trial.entry.settings)[1]
     out = trial.evaluation(width)
     if not (out / "card.json").exists():
@@ -216,7 +216,7 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
             "--batch_size=256",
         ]
         flags = [*protocol, "--metrics=effnet", "--save_images", f"--out={out}", *as_flags(sampling)]
-        _call(trial, "scripts/evaluate.py", [str(run), *flags])
+        _call(trial, "evaluate", [str(run), *flags])
     card = json.loads((out / "card.json").read_bytes())
     assert card["step"] == trial.entry.num_steps
     if card["model_evaluations"] > MODEL_EVALUATIONS:

@@ -118,9 +118,9 @@ def count_flops_once(spec: ModelSpec) -> ModelFlops:
 
 @pytest.fixture
 def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> RunScript:
-    """`run_script("scripts/generate.py", "a run", "--step=7")`: a script of the repository in this process.
+    """`run_script("torchditan", "generate", "a run", "--step=7")`: the installed command in this process.
 
-    `run_script("torchditan", "generate", ...)` is the installed command.
+    `run_script("train.py", ...)` is a script of the repository.
 
     It finds a CPU, one rank and an empty working folder, `tmp_path`.
     """
@@ -184,7 +184,8 @@ def run_distributed(fork_server: None, tmp_path_factory: pytest.TempPathFactory)
     """`run_distributed(["train.py", "--training.steps", "2"], world_size=2)`: a script on gloo ranks.
 
     Returns the finished process with its output as text; the caller looks at `returncode`. A relative script
-    is one of the repository. With `world_size` None it runs as `python train.py` does.
+    is one of the repository, and "torchditan" the installed command. With `world_size` None it runs as
+    `python train.py` does.
     """
 
     def run(
@@ -195,7 +196,8 @@ def run_distributed(fork_server: None, tmp_path_factory: pytest.TempPathFactory)
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        arguments = [str(REPOSITORY / script_args[0]), *map(str, script_args[1:])]
+        script, *rest = map(str, script_args)
+        arguments = [script if script == "torchditan" else str(REPOSITORY / script), *rest]
         folders = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(folders).rstrip(os.pathsep)
         env = {**os.environ, **WITHOUT_GPU, "PYTHONPATH": path, **(env or {})}

@@ -96,9 +96,12 @@ def _run_rank(arguments: list[str]) -> None:
 
 def _run_script(arguments: list[str]) -> None:
     sys.argv = arguments
-    sys.path.insert(0, str(Path(arguments[0]).parent))
     try:
-        runpy.run_path(arguments[0], run_name="__main__")
+        if arguments[0] == "torchditan":
+            runpy.run_module("torchditan", run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code:
             raise  # the agent expects that a rank which succeeds returns

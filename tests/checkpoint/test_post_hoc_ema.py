@@ -39,7 +39,7 @@ SMALL = [
     "--checkpoint.enable_checkpoint",
     "--ema.post_hoc_widths=0.05,0.1",
 ]
-RECONSTRUCT = "scripts/reconstruct_ema.py"
+RECONSTRUCT = ("torchditan", "average")
 State = dict[str, torch.Tensor]
 
 
@@ -210,7 +210,7 @@ def test_a_run_gives_a_width_that_was_never_stored_within_a_thousandth(
 ) -> None:
     run, direct = trained
     out = tmp_path / "average"
-    code, text, err = run_script(RECONSTRUCT, run, "--width=0.075", f"--out={out}")
+    code, text, err = run_script(*RECONSTRUCT, run, "--width=0.075", f"--out={out}")
     assert code == 0, err
     made = tmp_path / "average_0.075"
     assert f"{made}: average of width 0.075 at step 40, from 20 of 20 stored averages" in text
@@ -232,7 +232,7 @@ def test_a_reconstruction_is_a_run_that_can_be_loaded_exported_and_replaced(
     """The widths are those of two stored averages, which are then the same to the bit."""
     run, _ = trained
     out = tmp_path / "average"
-    assert run_script(RECONSTRUCT, run, "--width", "0.05", "0.1", "--step=36", f"--out={out}").code == 0
+    assert run_script(*RECONSTRUCT, run, "--width", "0.05", "0.1", "--step=36", f"--out={out}").code == 0
     for position, width in enumerate((0.05, 0.1)):
         made = tmp_path / f"average_{width:g}_step_36"
         state = read_state(snapshots_of(run)[36], f"post_hoc_ema.{position}.")
@@ -247,20 +247,20 @@ def test_a_reconstruction_is_a_run_that_can_be_loaded_exported_and_replaced(
         "step": 36,
         "run": str(run),
     }
-    export = run_script("scripts/convert_checkpoint.py", "export", made, tmp_path / "weights.safetensors")
+    export = run_script("torchditan", "export", made, tmp_path / "weights.safetensors")
     assert export.code == 0, export.err
     back = tmp_path / "back"
-    assert run_script("scripts/convert_checkpoint.py", "import", tmp_path / "weights.safetensors", back).code == 0
+    assert run_script("torchditan", "import", tmp_path / "weights.safetensors", back).code == 0
     assert read_config(back)["imported"]["ema_width"] == 0.1
-    again = run_script(RECONSTRUCT, run, "--width=0.1", "--step=36", f"--out={out}")
+    again = run_script(*RECONSTRUCT, run, "--width=0.1", "--step=36", f"--out={out}")
     assert again.code == 2
     assert_refused(again.err, str(made), ["exists", "--overwrite"])
-    assert run_script(RECONSTRUCT, run, "--width=0.1", "--step=36", f"--out={out}", "--overwrite").code == 0
+    assert run_script(*RECONSTRUCT, run, "--width=0.1", "--step=36", f"--out={out}", "--overwrite").code == 0
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    nothing_new = run_script(RECONSTRUCT, run, "--width", "0.2", "0.1", "--step=36", f"--out={out}")
+    nothing_new = run_script(*RECONSTRUCT, run, "--width", "0.2", "0.1", "--step=36", f"--out={out}")
     assert nothing_new.code == 2 and str(made) in nothing_new.err
     assert not (tmp_path / f"{out.name}_0.2_step_36").exists()
-    again = run_script(RECONSTRUCT, made, "--width=0.1")
+    again = run_script(*RECONSTRUCT, made, "--width=0.1")
     assert again.code == 2
     assert_refused(again.err, f'RUN = "{made}"', ["train.py"])
 
@@ -276,11 +276,11 @@ def test_damaged_snapshots_are_left_out_and_named(
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    code, out, err = run_script(RECONSTRUCT, run, "--width=0.075")
+    code, out, err = run_script(*RECONSTRUCT, run, "--width=0.075")
     assert code == 0, err
     assert f"average of width 0.075 at step 36, from {2 * 8} of {2 * 8} stored averages" in out
     assert all(f"{snapshots[step]} is not used" in err for step in (40, 32))
-    refusal = run_script(RECONSTRUCT, run, "--width=0.075", "--step=40")
+    refusal = run_script(*RECONSTRUCT, run, "--width=0.075", "--step=40")
     assert refusal.code == 2
     assert_refused(refusal.err, "--step = 40", [str(snapshots[40]), "damaged"])
 
@@ -317,7 +317,7 @@ def test_the_commands_of_the_page_work(tmp_path: Path, run_script: RunScript) ->
 def test_mistakes_of_a_reconstruction_are_one_line(
     flags: list[str], about: str, mentions: list[str], trained: tuple[Path, State], run_script: RunScript
 ) -> None:
-    code, _, err = run_script(RECONSTRUCT, trained[0], *flags)
+    code, _, err = run_script(*RECONSTRUCT, trained[0], *flags)
     assert code == 2
     assert_refused(err, about, mentions)
 
@@ -326,13 +326,13 @@ def test_a_run_without_stored_averages_is_refused(trained: tuple[Path, State], t
     run = tmp_path / "run"
     shutil.copytree(trained[0], run)
     shutil.rmtree(run / "checkpoint" / "post_hoc_ema")
-    code, _, err = run_script(RECONSTRUCT, run, "--width=0.1")
+    code, _, err = run_script(*RECONSTRUCT, run, "--width=0.1")
     assert code == 2
     assert_refused(err, f'RUN = "{run}"', ["snapshot"])
     content = json.loads((run / "config.json").read_bytes())
     content["config"]["ema"]["post_hoc_widths"] = []
     (run / "config.json").write_text(json.dumps(content))
-    code, _, err = run_script(RECONSTRUCT, run, "--width=0.1")
+    code, _, err = run_script(*RECONSTRUCT, run, "--width=0.1")
     assert code == 2
     assert_refused(err, f'RUN = "{run}"', ["--ema.post_hoc_widths"])
 
@@ -445,7 +445,7 @@ def test_a_lora_is_averaged_alone(tmp_path: Path, run_script: RunScript) -> None
     result = run_script("train.py", *common, *flags)
     assert result.code == 0, result.err
     run = tmp_path / "run"
-    assert run_script(RECONSTRUCT, run, "--width=0.1").code == 0
+    assert run_script(*RECONSTRUCT, run, "--width=0.1").code == 0
     stored = read_state(snapshots_of(run)[2])
     model = torchditan.load(tmp_path / "run_ema_0.1", device="cpu", dtype=torch.float32).model
     weights = saved_weights(model)

@@ -314,9 +314,9 @@ def test_the_first_line_and_a_missing_folder_need_no_torch(
     assert result.stderr.removeprefix("error: ").startswith(error)
 
 
-@pytest.mark.parametrize("script", ["generate.py", "evaluate.py"])
-def test_a_missing_run_needs_no_torch(script: str, tmp_path: Path) -> None:
-    result = run_python(START, tmp_path, str(REPOSITORY / "scripts" / script), "gone")
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_missing_run_needs_no_torch(command: str, tmp_path: Path) -> None:
+    result = run_python(START, tmp_path, str(REPOSITORY / "torchditan/__main__.py"), command, "gone")
     assert (result.returncode, result.stdout) == (2, "")
     what = (
         "a run directory or a shared model, such as outputs/quickstart, or earth, a model that ships with the package"
@@ -325,7 +325,7 @@ def test_a_missing_run_needs_no_torch(script: str, tmp_path: Path) -> None:
 
 
 def test_a_command_without_its_run_names_examples(tmp_path: Path) -> None:
-    result = run_python(START, tmp_path, str(REPOSITORY / "scripts" / "generate.py"))
+    result = run_python(START, tmp_path, str(REPOSITORY / "torchditan/__main__.py"), "generate")
     assert result.returncode == 2
     assert result.stderr.startswith(
         "error: the following arguments are required: run, such as outputs/quickstart, or earth"

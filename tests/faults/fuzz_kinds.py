@@ -386,7 +386,7 @@ def _make_images(folder: Path) -> None:
 
 
 def _make_latents(folder: Path) -> None:
-    command = [sys.executable, str(REPOSITORY / "scripts/encode_latents.py"), "latents", "--autoencoder.name=haar"]
+    command = [sys.executable, "-m", "torchditan", "encode", "latents", "--autoencoder.name=haar"]
     command += ["--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip", "--split=train"]
     subprocess.run(command, check=True, capture_output=True, cwd=folder)
 

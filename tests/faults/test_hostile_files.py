@@ -193,7 +193,7 @@ def test_postscript_that_calls_itself_a_png_is_not_given_to_ghostscript(
 def latents(run_script: RunScript) -> Path:
     """Latents of the digits: `latents/train` has one shard."""
     flags = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip"]
-    assert run_script("scripts/encode_latents.py", "latents", *flags, "--split=train").code == 0
+    assert run_script("torchditan", "encode", "latents", *flags, "--split=train").code == 0
     return Path("latents/train")
 
 
@@ -275,7 +275,7 @@ def test_json_nested_beyond_measure_is_one_line(latents: Path, file: str, run_sc
     (latents / "index.json").unlink()
     (latents / file).write_text("[" * 100_000)
     flags = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip"]
-    code, _, errors = run_script("scripts/encode_latents.py", "latents", *flags, "--split=train")
+    code, _, errors = run_script("torchditan", "encode", "latents", *flags, "--split=train")
     assert code == 2
     assert_refused(errors, f"latents/train/{file}", ["damaged"])
 
@@ -469,7 +469,7 @@ def test_operations_of_a_trace_read_and_write_no_file() -> None:
 @pytest.mark.parametrize("content", ["[1]", "3", "null", '{"config": 3}', '{"config": {"model": 3}}', "[" * 100_000])
 def test_a_run_whose_settings_are_none_is_one_line(run_script: RunScript, content: str) -> None:
     write("run/config.json", content)
-    code, _, errors = run_script("scripts/generate.py", "run")
+    code, _, errors = run_script("torchditan", "generate", "run")
     assert code == 2
     assert_refused(errors, "run/config.json")
 
@@ -479,7 +479,7 @@ def test_the_checkpoints_of_a_run_are_inside_it(run_script: RunScript, folder: s
     config = to_dict(load_config(["--model.flavor=debugmodel"]))
     config["checkpoint"]["folder"] = folder
     write("run/config.json", json.dumps({"config": config}))
-    code, out, err = run_script("scripts/generate.py", "run")
+    code, out, err = run_script("torchditan", "generate", "run")
     assert (code, out) == (2, "")
     assert_refused(err, f'checkpoint.folder = "{folder}"', ["folder name", "inside the run directory"])
 
@@ -496,7 +496,7 @@ def test_weights_to_import_are_never_unpickled(
     name: str, flags: list[str], mentions: list[str], run_script: RunScript
 ) -> None:
     write(name, TORCH_PICKLE)
-    code, out, err = run_script("scripts/convert_checkpoint.py", "import", name, "imported", *flags)
+    code, out, err = run_script("torchditan", "import", name, "imported", *flags)
     assert (code, out) == (2, "")
     assert_refused(err, name, mentions)
     assert not Path(RAN).exists()
@@ -657,7 +657,7 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(kind: str, checkpoint: Path
 def test_nor_do_the_scripts_read_it(kind: str, checkpoint: Path, run_script: RunScript) -> None:
     HOSTILE_CHECKPOINTS[kind](checkpoint)
     sign(checkpoint)
-    code, _, errors = run_script("scripts/generate.py", "outputs/run")
+    code, _, errors = run_script("torchditan", "generate", "outputs/run")
     assert not Path(RAN).exists()
     assert (code, len(errors.splitlines())) == (2, 1), errors
 
@@ -723,7 +723,7 @@ def test_a_run_of_another_size_than_its_data_is_drawn_without_real_images(
     checkpoint: Path, run_script: RunScript
 ) -> None:
     change_config(Path("outputs/run"), sample_size=[8, 12])
-    code, output, errors = run_script("scripts/generate.py", "outputs/run", "--classes=0", "--out=grid.png")
+    code, output, errors = run_script("torchditan", "generate", "outputs/run", "--classes=0", "--out=grid.png")
     assert code == 0, errors
     assert "no real images" in errors and "8 x 8" in errors and "8 x 12" in errors
     assert "samples: grid.png" in output

@@ -103,7 +103,7 @@ def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(name, p
     assert end < 0.2 * curve[0]
 
     file = tmp_path / "lora/balls.safetensors"
-    outcome = run_script("scripts/export_lora.py", tmp_path / "out/run", file)
+    outcome = run_script("torchditan", "export_lora", tmp_path / "out/run", file)
     assert outcome.code == 0, outcome.err
 
     import diffusers
@@ -190,9 +190,9 @@ def test_samples_of_a_run_and_prompts_of_a_script(pipelines, run_script, tmp_pat
     assert all((run / "samples" / name).is_file() for name in [*names, "over_steps.png"])
     record = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     assert record["step"] == 2 and record["seconds_per_image"] > 0 and "psnr" in record and "ssim" in record
-    outcome = run_script("scripts/generate.py", run, "--prompts", "a red ball", "a cat", "--without_lora")
+    outcome = run_script("torchditan", "generate", run, "--prompts", "a red ball", "a cat", "--without_lora")
     assert outcome.code == 0 and "s/image" in outcome.out
-    assert run_script("scripts/generate.py", run, "--classes", "1").code == 2
+    assert run_script("torchditan", "generate", run, "--classes", "1").code == 2
 
 
 def test_a_moved_lora_draws_prompts_without_its_images_and_names_a_missing_base_model(
@@ -262,7 +262,7 @@ def test_the_original_is_drawn_next_to_its_fine_tune(kind, pipelines, run_script
     found = flags("flux", pipelines["flux"], images, out, **options, **{"optimizer.lr": 1e-2})
     assert run_script("train.py", *found).code == 0
     drawing = ["--prompts", "a red ball", "--sampling.images_per_class=2", f"--out={drawn}"]
-    outcome = run_script("scripts/generate.py", out / "run", *drawing, "--original")
+    outcome = run_script("torchditan", "generate", out / "run", *drawing, "--original")
     assert outcome.code == 0, outcome.err
     assert "next to the original's, PSNR " in outcome.out and ", SSIM " in outcome.out
     assert drawn.is_file()
@@ -285,11 +285,11 @@ def test_a_run_from_random_weights_has_no_original(pipelines, run_script, tmp_pa
     options = {"model.path": "none", "text_encoder.path": pipelines["flux"], "training.steps": 1}
     found = flags("flux", "none", write_balls(tmp_path / "balls"), tmp_path / "out", **options)
     assert run_script("train.py", *found).code == 0
-    outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--prompts", "a red ball", "--original")
+    outcome = run_script("torchditan", "generate", tmp_path / "out/run", "--prompts", "a red ball", "--original")
     assert outcome.code == 2 and "--original = true" in outcome.err and "random weights" in outcome.err
-    outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--original", "--without_lora")
+    outcome = run_script("torchditan", "generate", tmp_path / "out/run", "--original", "--without_lora")
     assert outcome.code == 2 and "leave --without_lora out" in outcome.err
-    outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--without_lora")
+    outcome = run_script("torchditan", "generate", tmp_path / "out/run", "--without_lora")
     assert outcome.code == 2 and "must be --original" in outcome.err
 
 
@@ -370,8 +370,8 @@ def test_videos_train_wan_from_text_and_from_their_first_frame(flavor, run_scrip
     assert (tmp_path / "out/run/samples/step_00000003.png").is_file()
     shape = json.loads((tmp_path / "out/run/config.json").read_text())["config"]["model"]["sample_size"]
     assert shape == [2, 4, 4]  # a latent frame, and one for each four more
-    assert run_script("scripts/export_lora.py", tmp_path / "out/run", tmp_path / "wan.safetensors").code == 0
-    drawn = run_script("scripts/generate.py", tmp_path / "out/run", "--prompts", "clip a")
+    assert run_script("torchditan", "export_lora", tmp_path / "out/run", tmp_path / "wan.safetensors").code == 0
+    drawn = run_script("torchditan", "generate", tmp_path / "out/run", "--prompts", "clip a")
     assert drawn.code == (2 if flavor.endswith("i2v") else 0), drawn.err
     outcome = run_script("train.py", *found, "--dataset.num_frames=4")
     assert outcome.code == 2 and "1 more than a multiple of 4" in outcome.err
@@ -392,7 +392,7 @@ def test_encoders_of_another_width_are_told_when_drawing_too(pipelines, run_scri
     pipeline.text_encoder_2 = tiny_pipelines.t5(64)
     wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
     drawing = ["--prompts", "a red ball", f"--text_encoder.path={wide}", f"--out={tmp_path / 'drawn.png'}"]
-    outcome = run_script("scripts/generate.py", tmp_path / "out/run", *drawing)
+    outcome = run_script("torchditan", "generate", tmp_path / "out/run", *drawing)
     assert outcome.code == 2 and "its encoders give prompt_embeds of shape [8, 64]" in outcome.err, outcome.err
     assert not (tmp_path / "drawn.png").exists()
 

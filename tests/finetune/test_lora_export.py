@@ -307,7 +307,9 @@ def test_the_export_of_a_final_layer_warns_in_one_line(
 
     flags = ["--lora.rank=2", "--training.steps=1", "--lora.target_modules", "proj_out", "to_q"]
     assert run_script("train.py", *job("flux", tmp_path / "run", *flags)).code == 0
-    outcome = run_script("scripts/export_lora.py", tmp_path / "run", tmp_path / "a.safetensors", f"--format={format}")
+    outcome = run_script(
+        "torchditan", "export_lora", tmp_path / "run", tmp_path / "a.safetensors", f"--format={format}"
+    )
     assert outcome.code == 0
     assert outcome.err.count("\n") == warns
     assert ("sd-scripts ignores lora_unet_final_layer_linear: " in outcome.err) == warns

@@ -64,7 +64,7 @@ def test_a_run_starts_from_a_run_or_a_file_whatever_its_alpha(
     for format in ("diffusers", "kohya") if model in ("flux", "sd3") else ("diffusers",):
         sources[format] = tmp_path / f"{format}/{model}.safetensors"
         arguments = [tmp_path / "first", sources[format], f"--format={format}"]
-        assert run_script("scripts/export_lora.py", *arguments).code == 0
+        assert run_script("torchditan", "export_lora", *arguments).code == 0
     sources["folder"] = sources["diffusers"].parent
     for name, source in sources.items():
         line = train(name, *AS_IT_IS, "--lora.alpha=1", f"--checkpoint.initial_load_path={source}")
@@ -100,7 +100,7 @@ def test_a_lora_over_int8_starts_and_resumes_without_its_source(run_script: RunS
 def test_a_file_with_fewer_layers_leaves_the_others_at_zero(run_script: RunScript, tmp_path: Path) -> None:
     assert run_script("train.py", *job("sd3", tmp_path / "first", "--lora.rank=2")).code == 0
     path = tmp_path / "all.safetensors"
-    assert run_script("scripts/export_lora.py", tmp_path / "first", path).code == 0
+    assert run_script("torchditan", "export_lora", tmp_path / "first", path).code == 0
     # A run continues where its LoRA lies elsewhere, or was exported since: it is known by its matrices.
     known, file = identity_of(str(tmp_path / "first")), identity_of(str(path))
     assert known is not None and known == file and identity_of(str(tmp_path / "gone")) is None
@@ -125,7 +125,7 @@ def test_a_file_with_more_layers_names_the_option_that_adds_them(
     more = ["--lora.target_modules", "to_q", "ff.net.2", "pos_embed.proj", "norm1.linear"]
     assert run_script("train.py", *job("sd3", tmp_path / "first", "--lora.rank=2", *more)).code == 0
     path = tmp_path / "more.safetensors"
-    assert run_script("scripts/export_lora.py", tmp_path / "first", path, f"--format={format}").code == 0
+    assert run_script("torchditan", "export_lora", tmp_path / "first", path, f"--format={format}").code == 0
     start = ["--lora.rank=2", *AS_IT_IS, f"--checkpoint.initial_load_path={path}"]
     outcome = run_script("train.py", *job("sd3", tmp_path / "second", *start))
     assert outcome.code == 2
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_in_one_line(run_script: RunScript, tmp_pat
         assert run_script("train.py", *job(model, tmp_path / name, "--lora.rank=2")).code == 0
         for format in ("diffusers", "kohya"):
             file = tmp_path / f"{name}_{format}.safetensors"
-            assert run_script("scripts/export_lora.py", tmp_path / name, file, f"--format={format}").code == 0
+            assert run_script("torchditan", "export_lora", tmp_path / name, file, f"--format={format}").code == 0
     layer = "transformer.transformer_blocks.0.attn.to_q"
     tensors = load_file(tmp_path / "lora_diffusers.safetensors")
     for part in ("lora_A", "lora_B"):

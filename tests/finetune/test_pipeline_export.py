@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""convert_checkpoint.py export --format diffusers: the stock pipeline opens a full fine-tune and predicts the same."""
+"""`torchditan export --format diffusers`: the stock pipeline opens a full fine-tune and predicts the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from torchditan.finetune.published import family
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript
 
-SCRIPT = "scripts/convert_checkpoint.py"
 PIPELINES = {
     "flux": tiny_pipelines.flux,
     "sd3": tiny_pipelines.sd3,
@@ -45,7 +44,7 @@ Export = Callable[..., "Outcome"]
 @pytest.fixture
 def export(run_script: RunScript, tmp_path: Path) -> Export:
     """`export("run", "out", "--weights=raw")` in `tmp_path`."""
-    return lambda *arguments: run_script(SCRIPT, "export", *arguments, "--format=diffusers")
+    return lambda *arguments: run_script("torchditan", "export", *arguments, "--format=diffusers")
 
 
 def fine_tune(run_script: RunScript, run: Path, name: str, pipeline: object, *flags: str) -> Path:
@@ -144,7 +143,7 @@ def test_averaged_or_raw_weights_of_a_step_in_float32_or_bfloat16(
     file = "transformer/diffusion_pytorch_model.safetensors"
     for number, flags in enumerate([["--weights=raw"], ["--weights=ema"], ["--step=1"], ["--dtype=bfloat16"]]):
         assert export(run, f"out{number}", *flags).code == 0
-        assert run_script(SCRIPT, "export", run, f"file{number}.safetensors", *flags).code == 0
+        assert run_script("torchditan", "export", run, f"file{number}.safetensors", *flags).code == 0
         weights = load_file(tmp_path / f"file{number}.safetensors")
         expected = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
         assert_same(load_file(tmp_path / f"out{number}" / file), expected)
@@ -238,7 +237,7 @@ def test_our_own_models_are_named_with_the_format_that_is_right(
 def test_a_lora_is_exported_by_its_own_script(run_script: RunScript, export: Export, tmp_path: Path) -> None:
     run = fine_tune(run_script, tmp_path / "run", "flux", "none", "--lora.rank=2")
     before = sorted(tmp_path.rglob("*"))
-    for outcome in (run_script(SCRIPT, "export", run, tmp_path / "file.safetensors"), export(run, "new")):
+    for outcome in (run_script("torchditan", "export", run, tmp_path / "file.safetensors"), export(run, "new")):
         assert outcome.code == 2
         assert_refused(outcome.err, f'RUN = "{run}"', ["LoRA", "torchditan export_lora RUN OUT.safetensors"])
         assert sorted(tmp_path.rglob("*")) == before

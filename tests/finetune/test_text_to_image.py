@@ -123,7 +123,7 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
         samples = trained.generate_rows(rows, samples_per_row=16, seed=0, batch_size=48)
         shares[guidance_scale] = share_of_right_colour(samples)
     picture = tmp_path / "out.png"
-    drawn = run_script("scripts/generate.py", run, "--prompts", "a blue ball", f"--out={picture}")
+    drawn = run_script("torchditan", "generate", run, "--prompts", "a blue ball", f"--out={picture}")
     assert drawn.code == 0, drawn.err
     assert picture.is_file()
     print(f"{text}, {encoder}: of each prompt in its colour, by guidance scale: {shares}")

@@ -33,7 +33,6 @@ MODELS = {
     "dit, text": [*OWN, "--dataset.num_classes=0", *TEXT],
     **{name: [*as_flags(published_options(f"{name}/debugmodel", None))] for name in FAMILIES},
 }
-CONVERT = "scripts/convert_checkpoint.py"
 
 Weights = dict[str, torch.Tensor]
 
@@ -111,7 +110,7 @@ def test_train_save_resume_generate_export_import_continue(
         return outcome.out
 
     def convert(*arguments: object) -> None:
-        outcome = run_script(CONVERT, *arguments)
+        outcome = run_script("torchditan", *arguments)
         assert (outcome.code, outcome.err) == (0, "")
 
     train("run")
@@ -155,11 +154,11 @@ def test_averaged_weights_exported_without_buffers_are_complete(run_script: RunS
     """As commit 36e2f02 wrote them: SD3's table of positions was in no average."""
     buffer, path = "transformer.pos_embed.pos_embed", tmp_path / "old.safetensors"
     assert run_script("train.py", *job("sd3", tmp_path / "run")).code == 0
-    assert run_script(CONVERT, "export", tmp_path / "run", tmp_path / "new.safetensors").code == 0
+    assert run_script("torchditan", "export", tmp_path / "run", tmp_path / "new.safetensors").code == 0
     weights = load_file(tmp_path / "new.safetensors")
     with safe_open(tmp_path / "new.safetensors", framework="pt") as file:
         save_file({name: value for name, value in weights.items() if name != buffer}, path, metadata=file.metadata())
-    assert run_script(CONVERT, "import", path, tmp_path / "imported").code == 0
+    assert run_script("torchditan", "import", path, tmp_path / "imported").code == 0
     assert_same(opened(tmp_path / "imported").model.state_dict(), weights)
     flags = ["--training.steps=1", "--optimizer.lr=0"]
     for source in (path, tmp_path / "imported"):
@@ -167,7 +166,9 @@ def test_averaged_weights_exported_without_buffers_are_complete(run_script: RunS
         outcome = run_script("train.py", *job("sd3", run, *flags, f"--checkpoint.initial_load_path={source}"))
         assert outcome.code == 0, outcome.err
         assert_same(opened(run).model.state_dict(), weights)
-    assert run_script(CONVERT, "export", tmp_path / "imported", tmp_path / "folder", "--format=diffusers").code == 0
+    assert (
+        run_script("torchditan", "export", tmp_path / "imported", tmp_path / "folder", "--format=diffusers").code == 0
+    )
     written = load_file(tmp_path / "folder/diffusion_pytorch_model.safetensors")
     assert_same({f"transformer.{name}": value for name, value in written.items()}, weights)
 
@@ -206,7 +207,7 @@ def test_a_lora_without_checkpoints_keeps_its_weights_alone(run_script: RunScrip
     kept = ["--checkpoint.enable_checkpoint=false", "--checkpoint.save_final"]
     for name, flags in (("all", []), ("alone", kept)):
         assert run_script("train.py", *job("sd3", tmp_path / name, "--lora.rank=2", *flags)).code == 0
-        assert run_script("scripts/export_lora.py", tmp_path / name, tmp_path / f"{name}.safetensors").code == 0
+        assert run_script("torchditan", "export_lora", tmp_path / name, tmp_path / f"{name}.safetensors").code == 0
     assert [path.suffix for path in (tmp_path / "alone" / "checkpoint").iterdir()] == [".safetensors"]
     assert_same(load_file(tmp_path / "alone.safetensors"), load_file(tmp_path / "all.safetensors"))
     assert_same(opened(tmp_path / "alone").model.state_dict(), opened(tmp_path / "all").model.state_dict())

@@ -40,8 +40,7 @@ from torchditan.latents.writer import LatentWriter, shard_file
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed, RunScript
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = "scripts/encode_latents.py"
+SCRIPT = ("torchditan", "encode")
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -478,16 +477,16 @@ DIGITS = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--dataset
 
 
 def test_a_dataset_becomes_two_folders_that_verify(run_script: RunScript, tmp_path: Path) -> None:
-    code, output, errors = run_script(SCRIPT, "out", *DIGITS, "--shard_size=500")
+    code, output, errors = run_script(*SCRIPT, "out", *DIGITS, "--shard_size=500")
     assert (code, errors) == (0, "")
     assert [line.split(";")[0] for line in output.splitlines()] == [
         "out/train: complete, 1,498 latents of 16 x 2 x 2 in 0.2 MB",
         "out/validation: complete, 299 latents of 16 x 2 x 2 in 0.0 MB",
     ]
     assert "images/s" in output
-    code, output, errors = run_script(SCRIPT, "out", *DIGITS, "--shard_size=500")
+    code, output, errors = run_script(*SCRIPT, "out", *DIGITS, "--shard_size=500")
     assert (code, errors) == (0, "") and "images/s" not in output, "nothing was left to do"
-    assert run_script(SCRIPT, "out", "--verify") == (
+    assert run_script(*SCRIPT, "out", "--verify") == (
         0,
         "out/train: 1,498 latents in 3 shards, all as they were encoded\n"
         "out/validation: 299 latents in 1 shards, all as they were encoded\n",
@@ -495,7 +494,7 @@ def test_a_dataset_becomes_two_folders_that_verify(run_script: RunScript, tmp_pa
     )
     (tmp_path / "out" / "validation" / "labels.npy").unlink()
     (tmp_path / "out" / "train" / shard_file(2)).unlink()
-    code, output, errors = run_script(SCRIPT, "out", "--verify")
+    code, output, errors = run_script(*SCRIPT, "out", "--verify")
     assert (code, output) == (2, "")
     shard, labels = errors.splitlines()
     assert_refused(shard, "out/train/shard-00002.safetensors", ["missing", "rerun"])
@@ -510,7 +509,9 @@ def test_mirrored_latents_are_stored_of_training_images_where_the_dataset_allows
         Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
     folder = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8"]
     folder += ["--autoencoder.name=haar", "--dataset.num_workers=0"]
-    assert run_script(SCRIPT, "a", *folder)[0] == run_script(SCRIPT, "b", *folder, "--no_flip", "--split=train")[0] == 0
+    assert (
+        run_script(*SCRIPT, "a", *folder)[0] == run_script(*SCRIPT, "b", *folder, "--no_flip", "--split=train")[0] == 0
+    )
     assert [read_index(tmp_path / name).flipped for name in ("a/train", "a/validation", "b/train")] == [
         True,
         False,
@@ -521,14 +522,14 @@ def test_mirrored_latents_are_stored_of_training_images_where_the_dataset_allows
 
 def test_tars_hold_the_same_latents(run_script: RunScript, tmp_path: Path) -> None:
     for name in ("safetensors", "webdataset"):
-        outcome = run_script(SCRIPT, name, *DIGITS, "--shard_size=500", f"--format={name}")
+        outcome = run_script(*SCRIPT, name, *DIGITS, "--shard_size=500", f"--format={name}")
         assert outcome.code == 0, outcome.err
     one, other = (LatentShards.open(tmp_path / name / "train") for name in ("safetensors", "webdataset"))
     rows, flips = np.arange(len(one)), np.zeros(len(one), dtype=bool)
     assert torch.equal(one.read(rows, flips)["latent"], other.read(rows, flips)["latent"])
     assert np.array_equal(np.asarray(one.labels), np.asarray(other.labels))
     assert len(list((tmp_path / "webdataset" / "train").glob("*.tar"))) == 3
-    assert run_script(SCRIPT, "webdataset", "--verify").code == 0
+    assert run_script(*SCRIPT, "webdataset", "--verify").code == 0
 
 
 def test_a_preview_measures_images_and_latents_and_writes_nothing(
@@ -602,10 +603,10 @@ def test_damage_that_decoding_finds_stops_encoding_or_is_skipped(run_script: Run
     (tmp_path / "photos" / "2.png").write_bytes(data[:12] + bytes(len(data) - 24) + data[-12:])
     flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8", "--split=train"]
     flags += ["--autoencoder.name=haar", "--dataset.num_workers=0"]
-    code, _, errors = run_script(SCRIPT, "out", *flags)
+    code, _, errors = run_script(*SCRIPT, "out", *flags)
     assert code == 2
     assert_refused(errors, "photos/2.png", ["--dataset.corrupt_images"])
-    code, output, errors = run_script(SCRIPT, "out", *flags, "--dataset.corrupt_images=skip")
+    code, output, errors = run_script(*SCRIPT, "out", *flags, "--dataset.corrupt_images=skip")
     assert code == 0 and "photos/2.png" in errors
     assert "1 unreadable images skipped (listed in index.json)" in output
 
@@ -651,7 +652,7 @@ def write_public(path: Path) -> Tensor:
 
 def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: Path) -> None:
     latents = write_public(tmp_path / "imagenet_ci8x8.safetensors")
-    code, output, errors = run_script(SCRIPT, "out", "--convert=imagenet_ci8x8.safetensors", "--shard_size=4")
+    code, output, errors = run_script(*SCRIPT, "out", "--convert=imagenet_ci8x8.safetensors", "--shard_size=4")
     assert (code, errors) == (0, "")
     assert output.startswith("out/train: complete, 10 latents of 16 x 2 x 2 in 0.0 MB")
     converted, public = (
@@ -732,7 +733,7 @@ def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: P
 def test_a_mistake_is_one_line(
     run_script: RunScript, tmp_path: Path, arguments: list[str], about: str, mentions: list[str]
 ) -> None:
-    code, out, err = run_script(SCRIPT, *arguments)
+    code, out, err = run_script(*SCRIPT, *arguments)
     assert (code, out) == (2, "")
     assert_refused(err, about, mentions)
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
@@ -740,23 +741,24 @@ def test_a_mistake_is_one_line(
 
 def test_a_folder_that_cannot_be_written_is_one_line(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
-    code, _, errors = run_script(SCRIPT, "out", *DIGITS)
+    code, _, errors = run_script(*SCRIPT, "out", *DIGITS)
     assert code == 2
     assert_refused(errors, "out/train/encoding.json", ["Not a directory"])
 
 
 def earth_command(out: Path) -> list[str]:
     flags = ["--dataset.dataset_name=earth", "--autoencoder.name=haar", "--split=train", "--shard_size=64"]
-    return [sys.executable, str(REPOSITORY / SCRIPT), str(out), *flags, "--dataset.num_workers=0", "--batch_size=8"]
+    return [*SCRIPT, str(out), *flags, "--dataset.num_workers=0", "--batch_size=8"]
 
 
 @pytest.mark.slow
 def test_an_encoding_killed_three_times_at_random_ends_byte_identical(tmp_path: Path, run_alone: RunAlone) -> None:
     environment = {**os.environ, **WITHOUT_GPU}
-    run_alone(*earth_command(tmp_path / "undisturbed")[1:])
+    run_alone(*earth_command(tmp_path / "undisturbed"))
     draws = random.Random()
     for _ in range(3):
-        process = subprocess.Popen(earth_command(tmp_path / "killed"), env=environment, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", *earth_command(tmp_path / "killed")]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
         already = len(list((tmp_path / "killed" / "train").glob("shard-*.safetensors")))
         while len(list((tmp_path / "killed" / "train").glob("shard-*.safetensors"))) <= already + 5:
             time.sleep(0.01)
@@ -766,7 +768,7 @@ def test_an_encoding_killed_three_times_at_random_ends_byte_identical(tmp_path: 
         process.wait()
     with pytest.raises(ConfigError, match="not finished"):
         LatentShards.open(tmp_path / "killed" / "train")
-    run_alone(*earth_command(tmp_path / "killed")[1:])
+    run_alone(*earth_command(tmp_path / "killed"))
     assert hashes(tmp_path / "killed") == hashes(tmp_path / "undisturbed")
 
 
@@ -774,10 +776,9 @@ def test_an_encoding_killed_three_times_at_random_ends_byte_identical(tmp_path: 
 def test_ranks_of_torchrun_write_the_bytes_of_one_process(
     tmp_path: Path, run_alone: RunAlone, run_distributed: RunDistributed
 ) -> None:
-    run_alone(*earth_command(tmp_path / "one")[1:])
+    run_alone(*earth_command(tmp_path / "one"))
     for world_size in (2, 4):
-        flags = earth_command(tmp_path / str(world_size))[2:]
-        result = run_distributed([SCRIPT, *flags], world_size)
+        result = run_distributed(earth_command(tmp_path / str(world_size)), world_size)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count(": complete, ") >= 1
         assert hashes(tmp_path / str(world_size)) == hashes(tmp_path / "one")
@@ -789,7 +790,7 @@ def test_a_disk_that_is_full_for_a_rank_is_one_line_of_its_own(tmp_path: Path, r
     target = tmp_path / "out" / "train"
     LatentWriter(target, describe_encoding_of_earth()).open()
     (target / shard_file(1)).mkdir()
-    result = run_distributed([SCRIPT, *earth_command(tmp_path / "out")[2:]], 2)
+    result = run_distributed(earth_command(tmp_path / "out"), 2)
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     (line,) = lines

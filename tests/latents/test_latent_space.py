@@ -61,7 +61,7 @@ def latents(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("latents")
     source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
     source += ["--dataset.horizontal_flip=true"]
-    run_alone("scripts/encode_latents.py", folder / "digits", *source, cwd=folder)
+    run_alone("torchditan", "encode", folder / "digits", *source, cwd=folder)
     return folder / "digits"
 
 
@@ -113,7 +113,7 @@ def test_a_moved_run_draws_pictures_without_its_latents(
     (moved / "config.json").write_text(json.dumps(content))
     images = load(moved).sample(classes=[3, 5])
     assert images.shape == (2, 1, 8, 8)
-    drawn = run_script("scripts/generate.py", "moved", "--out=grid.png")
+    drawn = run_script("torchditan", "generate", "moved", "--out=grid.png")
     assert drawn.code == 0 and "no real images" in drawn.err
     assert is_picture(tmp_path / "grid.png")
 
@@ -144,7 +144,7 @@ def test_an_online_run_resumes_and_its_model_generates_pictures(tmp_path: Path, 
     assert run_script("train.py", *job(tmp_path / "run", *flags, "--training.steps=4")).code == 0
     result = run_script("train.py", *job(tmp_path / "run", *flags))
     assert "resumed at step 4" in result.out, result.err
-    drawn = run_script("scripts/generate.py", "run", "--out=grid.png")
+    drawn = run_script("torchditan", "generate", "run", "--out=grid.png")
     assert drawn.code == 0, drawn.err
     assert "decoded in" in drawn.out
     assert is_picture(tmp_path / "grid.png")
@@ -153,7 +153,7 @@ def test_an_online_run_resumes_and_its_model_generates_pictures(tmp_path: Path, 
 def test_a_run_refuses_to_go_on_with_other_latents(stored_run: Path, run_script: RunScript) -> None:
     source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
     source += ["--dataset.horizontal_flip=true", "--dtype=int8"]
-    assert run_script("scripts/encode_latents.py", "other", *source).code == 0
+    assert run_script("torchditan", "encode", "other", *source).code == 0
     flags = ["--dataset.dataset_name=latents", "--dataset.root_dir=other", "--validation.freq=3"]
     flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
     result = run_script("train.py", *job(stored_run, *flags))
@@ -181,7 +181,7 @@ def test_online_encoding_holds_no_decoder(tmp_path: Path) -> None:
 
 
 def test_generate_decodes_latents(stored_run: Path, tmp_path: Path, run_script: RunScript) -> None:
-    result = run_script("scripts/generate.py", stored_run, "--out=grid.png")
+    result = run_script("torchditan", "generate", stored_run, "--out=grid.png")
     assert result.code == 0, result.err
     assert is_picture(tmp_path / "grid.png")
 

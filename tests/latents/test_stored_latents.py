@@ -27,7 +27,7 @@ from torchditan.run.reading import read_metrics
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-SCRIPT = "scripts/encode_latents.py"
+SCRIPT = ("torchditan", "encode")
 HAAR = ["--autoencoder.name=haar", "--autoencoder.downsampling=4", "--dataset.num_workers=0"]
 TARS = ["--dataset.dataset_name=webdataset", "--dataset.root_dir=shards", *HAAR]
 NUM = 12
@@ -77,7 +77,7 @@ def as_safetensors(array: np.ndarray) -> bytes:
 @pytest.mark.parametrize("form", [npy, as_safetensors])
 def test_latents_of_tars_are_stored_as_they_are(run_script: RunScript, tmp_path: Path, form: Any) -> None:
     write_shards(tmp_path / "shards", form)
-    code, out, err = run_script(SCRIPT, "out", "--latents=mean", *TARS)
+    code, out, err = run_script(*SCRIPT, "out", "--latents=mean", *TARS)
     assert (code, err) == (0, "")
     assert out.startswith(f"out/train: complete, {NUM} latents of 48 x 2 x 2")
     stored = {0: "train", NUM: "validation"}
@@ -93,7 +93,7 @@ def test_latents_of_tars_are_stored_as_they_are(run_script: RunScript, tmp_path:
     assert (index.image_size, index.image_channels, index.autoencoder_name) == ((8, 8), 3, "haar")
     assert (index.flipped, index.autoencoder_dtype, index.normalization) == (False, None, "statistics")
     assert index.mean == pytest.approx(expected.bfloat16().double().mean((0, 2, 3)).tolist(), abs=1e-9)
-    assert run_script(SCRIPT, "out", "--verify").code == 0
+    assert run_script(*SCRIPT, "out", "--verify").code == 0
 
 
 def test_a_model_trains_on_them_as_on_latents_that_were_encoded_here(run_script: RunScript, tmp_path: Path) -> None:
@@ -103,14 +103,14 @@ def test_a_model_trains_on_them_as_on_latents_that_were_encoded_here(run_script:
         pixels = np.random.default_rng(number).integers(256, size=(8, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
     photos = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8", *HAAR]
-    assert run_script(SCRIPT, "encoded", *photos, "--no_flip").code == 0
+    assert run_script(*SCRIPT, "encoded", *photos, "--no_flip").code == 0
     for split, name in (("train", "train"), ("validation", "val")):
         shards = LatentShards.open(tmp_path / "encoded" / split)
         latents, labels = read_all(tmp_path / "encoded" / split).numpy(), np.asarray(shards.labels)
         members = [(f"{n:05d}.npy", npy(z)) for n, z in enumerate(latents)]
         members += [(f"{n:05d}.cls", b"%d" % label) for n, label in enumerate(labels)]
         write_tar(tmp_path / "shards" / name / "0.tar", dict(members))
-    assert run_script(SCRIPT, "stored", "--latents=mean", *TARS).code == 0
+    assert run_script(*SCRIPT, "stored", "--latents=mean", *TARS).code == 0
     losses = []
     for name in ("encoded", "stored"):
         flags = [
@@ -126,7 +126,7 @@ def test_a_model_trains_on_them_as_on_latents_that_were_encoded_here(run_script:
         losses.append([record["loss"] for record in read_metrics(tmp_path / "outputs" / name)])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
-    assert run_script("scripts/generate.py", "outputs/stored", "--sampling.num_steps=1").code == 0
+    assert run_script("torchditan", "generate", "outputs/stored", "--sampling.num_steps=1").code == 0
 
 
 def test_normalized_latents_are_brought_back() -> None:
@@ -158,10 +158,10 @@ def test_what_cannot_be_read_is_skipped_and_listed(run_script: RunScript, tmp_pa
     members |= {f"{name}.cls": b"1" for name in (*DAMAGED, "two", "good", "last", "bare")}
     write_tar(tmp_path / "shards/train/0.tar", members)
     write_tar(tmp_path / "shards/val/0.tar", {"a.npy": npy(latent(3))})
-    code, out, err = run_script(SCRIPT, "out", "--latents=mean", "--split=train", *TARS)
+    code, out, err = run_script(*SCRIPT, "out", "--latents=mean", "--split=train", *TARS)
     assert code == 2 and "--dataset.corrupt_images" in err and "0.tar/bare" in err
     flags = ["--latents=mean", "--split=train", "--dataset.corrupt_images=skip", *TARS]
-    code, out, err = run_script(SCRIPT, "out", *flags)
+    code, out, err = run_script(*SCRIPT, "out", *flags)
     assert code == 0 and "0.tar/bare" in err
     assert f"2 latents of 48 x 2 x 2 in 0.0 MB, {len(DAMAGED) + 2} unreadable images skipped" in out
     skipped = json.loads((tmp_path / "out/train/index.json").read_bytes())["shards"][0]["skipped"]
@@ -206,7 +206,7 @@ def test_a_mistake_with_stored_latents_is_one_line(
     write_tar(tmp_path / "mixed/train/0.tar", mixed)
     write_tar(tmp_path / "mixed/val/0.tar", {"a.npy": npy(latent(3))})
     (tmp_path / "x.safetensors").write_bytes(b"")
-    code, out, err = run_script(SCRIPT, "out", "--latents=mean", *flags)
+    code, out, err = run_script(*SCRIPT, "out", "--latents=mean", *flags)
     assert (code, out) == (2, "")
     assert_refused(err, about, mentions)
     assert not list((tmp_path / "out").glob("*/*.safetensors"))

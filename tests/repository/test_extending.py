@@ -162,7 +162,7 @@ def test_the_example_of_the_page_trains_validates_samples_and_resumes_to_the_bit
     validated = [row["validation_loss"] for row in read_metrics(tmp_path / "whole") if "validation_loss" in row]
     assert validated[1] < validated[0]
     assert (tmp_path / "whole/samples/step_00000004.png").exists()
-    assert run_script("scripts/generate.py", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
+    assert run_script("torchditan", "generate", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
 
 
 @pytest.mark.parametrize("title", FROM_OUTSIDE)
@@ -185,7 +185,7 @@ def test_the_example_works_from_outside_the_package_and_is_found_again(
     section, _, key = option.partition(".")
     stored = json.loads((tmp_path / "run/config.json").read_text())["config"][section][key]
     assert stored in (own, [own])
-    assert run_script("scripts/generate.py", tmp_path / "run", f"--out={tmp_path / 'grid.png'}").code == 0
+    assert run_script("torchditan", "generate", tmp_path / "run", f"--out={tmp_path / 'grid.png'}").code == 0
     changed = example.code + "\n# changed\n"
     (tmp_path / f"{module}.py").write_text(changed, encoding="utf-8")
     outcome = run_script("train.py", *start, "--training.steps=5")
@@ -235,7 +235,7 @@ def test_the_text_encoder_of_the_page_trains_draws_and_keeps_its_cache(
         stored = read_state(tmp_path / "run/checkpoint/step-00000002")
         assert stored["model.text_embedder.proj.weight"].shape[1] == (8 if outside else 32)
         drawn = run_script(
-            "scripts/generate.py", tmp_path / "run", "--prompts", "a ball", f"--out={tmp_path / 'g.png'}"
+            "torchditan", "generate", tmp_path / "run", "--prompts", "a ball", f"--out={tmp_path / 'g.png'}"
         )
         assert drawn.code == 0, drawn.err
 
@@ -330,7 +330,7 @@ def test_the_dataset_of_the_page_trains_without_labels_and_is_encoded(
     command = examples()["dataset"].command
     assert train(command, "run", "--training.steps=1", "--dataset.num_classes=0").code == 0
     flags = ["--dataset.dataset_name=flowers", "--dataset.root_dir=flowers", "--autoencoder.name=haar"]
-    encoded = run_script("scripts/encode_latents.py", tmp_path / "latents", *flags)
+    encoded = run_script("torchditan", "encode", tmp_path / "latents", *flags)
     assert encoded.code == 0, encoded.err
     stored = json.loads((tmp_path / "run/config.json").read_text())["config"]["dataset"]["fingerprint"]
     index = json.loads((tmp_path / "latents/train/index.json").read_text())

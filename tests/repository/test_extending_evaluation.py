@@ -70,17 +70,16 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     train(run_script, tmp_path, "run", *QUICKSTART)
     *command, run = shlex.split(examples()["metric"].command)[:3]
     arguments = shlex.split(examples()["metric"].command)[3:]
-    script = "scripts/evaluate.py"
     assert command == ["torchditan", "evaluate"]
     few = ["--samples_per_class=2", "--epochs=1"]
     assert run == "outputs/quickstart"
-    outcome = run_script(script, tmp_path / "run", *arguments, *few)
+    outcome = run_script(*command, tmp_path / "run", *arguments, *few)
     assert outcome.code == 0, outcome.err
     both = cards.values(outcome)
     assert both["nearest_generated"] > 0 and 0.1 < both["nearest_held_out"] < 1
-    alone = cards.values(run_script(script, tmp_path / "run", *few))
+    alone = cards.values(run_script(*command, tmp_path / "run", *few))
     assert alone.items() <= both.items() and "accuracy_generated" in alone
-    outcome = run_script(script, tmp_path / "run", "--metrics", "copy")
+    outcome = run_script(*command, tmp_path / "run", "--metrics", "copy")
     assert outcome.code == 2
     assert (
         'error: --metrics = "copy": must be one of classifier, effnet, inception, prompts, copies, or module:name; did you mean copies?'  # noqa: E501
@@ -100,7 +99,7 @@ def test_metric_and_autoencoder_of_the_page_work_from_outside_the_package(
     outcome = train(run_script, tmp_path, "run", *own, "--training.steps=1")
     assert outcome.code == 0, outcome.err
     few = ["--metrics", "lab_metric:Copies", "--num_samples=2", "--sampling.num_steps=1"]
-    outcome = run_script("scripts/evaluate.py", tmp_path / "run", *few)
+    outcome = run_script("torchditan", "evaluate", tmp_path / "run", *few)
     assert outcome.code == 0, outcome.err
     assert cards.values(outcome)["nearest_generated"] > 0
 
@@ -108,11 +107,11 @@ def test_metric_and_autoencoder_of_the_page_work_from_outside_the_package(
 @pytest.mark.usefixtures("copies")
 def test_a_run_without_labels_is_evaluated_by_metrics_that_need_none(run_script: RunScript, tmp_path: Path) -> None:
     train(run_script, tmp_path, "run", *QUICKSTART, "--dataset.num_classes=0")
-    script, run = "scripts/evaluate.py", tmp_path / "run"
-    outcome = run_script(script, run, "--metrics", "copies", "--samples_per_class=2")
+    run = tmp_path / "run"
+    outcome = run_script("torchditan", "evaluate", run, "--metrics", "copies", "--samples_per_class=2")
     assert outcome.code == 0, outcome.err
     assert cards.values(outcome)["nearest_generated"] > 0
-    outcome = run_script(script, run, "--metrics", "classifier", "--num_samples=2")
+    outcome = run_script("torchditan", "evaluate", run, "--metrics", "classifier", "--num_samples=2")
     assert outcome.code == 2
     assert_refused(outcome.err, '--metrics = "classifier"', [str(run), "without labels"])
 
@@ -165,13 +164,13 @@ def test_the_autoencoder_of_the_page_trains_samples_and_resumes_to_the_bit(
     states = [read_state(tmp_path / name / "checkpoint/step-00000002") for name in ("whole", "resumed")]
     assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
     assert (tmp_path / "whole/samples/step_00000002.png").exists()
-    assert run_script("scripts/generate.py", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
+    assert run_script("torchditan", "generate", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
 
 
 @pytest.mark.usefixtures("fold")
 def test_its_latents_are_encoded_once_and_trained_on(run_script: RunScript, tmp_path: Path) -> None:
     data = ["--dataset.dataset_name=earth", "--dataset.image_size=32", "--dataset.num_workers=0"]
-    outcome = run_script("scripts/encode_latents.py", tmp_path / "latents", *data, "--autoencoder.name=fold")
+    outcome = run_script("torchditan", "encode", tmp_path / "latents", *data, "--autoencoder.name=fold")
     assert outcome.code == 0, outcome.err
     latents = ["--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}"]
     train(run_script, tmp_path, "run", "--job.config_file=quickstart", "--training.steps=1", *latents)

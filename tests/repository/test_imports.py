@@ -135,7 +135,7 @@ def test_the_quickstart_imports_no_optional_part(tmp_path: Path) -> None:
 
 def test_a_run_on_latents_imports_only_its_own_autoencoder(tmp_path: Path, run_alone: RunAlone) -> None:
     haar = ["--autoencoder.name=haar", "--autoencoder.downsampling=2"]
-    run_alone("scripts/encode_latents.py", tmp_path / "latents", "--dataset.dataset_name=digits", *haar)
+    run_alone("torchditan", "encode", tmp_path / "latents", "--dataset.dataset_name=digits", *haar)
     data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}")
     modules = modules_of("--job.config_file=quickstart", *TINY, *data, f"--job.dump_folder={tmp_path}")
     optional = {name for name in modules if belongs_to(name, OPTIONAL_PARTS) and not belongs_to(name, PLAN)}

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/compare_cards.py: a column per card, and the spread over training seeds."""
+"""`torchditan compare`: a column per card, and the spread over training seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchditan.evaluation.card_tables import write_card
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-SCRIPT = "scripts/compare_cards.py"
+SCRIPT = ("torchditan", "compare")
 
 
 def saved(folder: Path, **changes: Any) -> Path:
@@ -41,7 +41,7 @@ def test_one_column_per_card_with_differing_settings_on_top(tmp_path: Path, run_
         sampling={**card().sampling, "num_steps": 25},
         figures={"FD-EffNetLite0": figure(11.0, 0.3)},
     )
-    code, output, errors = run_script(SCRIPT, first / "card.json", second, "--out", tmp_path / "new" / "c.md")
+    code, output, errors = run_script(*SCRIPT, first / "card.json", second, "--out", tmp_path / "new" / "c.md")
     assert (code, errors) == (0, "")
     assert (tmp_path / "new" / "c.md").read_text() == output
     assert rows_of(output) == [
@@ -74,7 +74,7 @@ def of_seed(seed: int, distance: float, **changes: Any) -> Card:
 def test_cards_of_several_training_seeds_give_their_spread(tmp_path: Path, run_script: RunScript) -> None:
     for seed, distance in enumerate((10.0, 11.0, 12.0)):
         write_card(tmp_path / str(seed), of_seed(seed, distance))
-    code, output, errors = run_script(SCRIPT, *(tmp_path / str(seed) for seed in range(3)))
+    code, output, errors = run_script(*SCRIPT, *(tmp_path / str(seed) for seed in range(3)))
     assert (code, errors) == (0, "")
     columns, spread = output.split("\n\nTraining seeds: 3 (0, 1, 2). ")
     assert ["FD-EffNetLite0", "10.0 ± 0.4", "11.0 ± 0.4", "12.0 ± 0.4"] in rows_of(columns)
@@ -101,7 +101,7 @@ def test_no_spread_where_cards_differ_in_more_than_the_seed(
 ) -> None:
     write_card(tmp_path / "0", of_seed(0, 10.0))
     write_card(tmp_path / "1", of_seed(1, 11.0, **changes))
-    code, output, _ = run_script(SCRIPT, tmp_path / "0", tmp_path / "1")
+    code, output, _ = run_script(*SCRIPT, tmp_path / "0", tmp_path / "1")
     assert code == 0
     (line,) = [line for line in output.splitlines() if line.startswith("No spread over training seeds")]
     assert reason in line
@@ -111,7 +111,7 @@ def test_two_runs_of_one_seed_are_not_two_training_seeds(tmp_path: Path, run_scr
     write_card(tmp_path / "0", of_seed(0, 10.0))
     write_card(tmp_path / "1", of_seed(1, 11.0))
     write_card(tmp_path / "2", replace(of_seed(1, 12.0), run_id="again"))
-    _, output, _ = run_script(SCRIPT, *(tmp_path / str(number) for number in range(3)))
+    _, output, _ = run_script(*SCRIPT, *(tmp_path / str(number) for number in range(3)))
     assert output.splitlines()[-1] == "No spread over training seeds: two cards have the same training seed."
     assert rows_of(output)[0] == ["", "1: seed0 (± 95%)", "2: seed1 (± 95%)", "3: seed1 (± 95%)"]
 
@@ -126,6 +126,6 @@ def test_bad_input_is_one_line(tmp_path: Path, run_script: RunScript) -> None:
         ([folder, tmp_path / "no.json"], f"{tmp_path / 'no.json'} does not exist"),
         ([folder, tmp_path / "b.json", "--out", tmp_path], "--out"),
     ):
-        code, output, errors = run_script(SCRIPT, *arguments)
+        code, output, errors = run_script(*SCRIPT, *arguments)
         assert (code, output) == (2, "")
         assert_refused(errors, about)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/evaluate.py end to end on a tiny run, with an extractor that costs nothing: cards, seeds, files, ranks."""
+"""`torchditan evaluate` end to end on a tiny run, with an extractor that costs nothing: cards, seeds, files, ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = "scripts/evaluate.py"
+SCRIPT = ("torchditan", "evaluate")
 TINY = [
     "--job.config_file=quickstart",
     "--dataset.dataset_name=dummy",
@@ -91,7 +91,7 @@ def evaluate(run_script: RunScript, run: Path, tmp_path: Path) -> Evaluate:
 
     def evaluated(*arguments: object, of: object = run, out: Path = tmp_path / "out") -> tuple[Card, Outcome]:
         given = [] if of is None else [of]
-        outcome = run_script(SCRIPT, *given, *(arguments or FEW), f"--out={out}")
+        outcome = run_script(*SCRIPT, *given, *(arguments or FEW), f"--out={out}")
         assert outcome.code == 0, outcome.err
         return read_card(out), outcome
 
@@ -99,7 +99,7 @@ def evaluate(run_script: RunScript, run: Path, tmp_path: Path) -> Evaluate:
 
 
 def refused(run_script: RunScript, *arguments: object) -> str:
-    outcome = run_script(SCRIPT, *arguments)
+    outcome = run_script(*SCRIPT, *arguments)
     assert outcome.code == 2 and outcome.out == "", outcome
     return outcome.err.splitlines()[-1]
 
@@ -141,11 +141,11 @@ def test_the_card_repeats_the_evaluation_to_the_bit_also_after_the_run_moved(
 def test_a_repeated_card_stays_and_every_reference_has_its_own(
     run_script: RunScript, run: Path, tmp_path: Path
 ) -> None:
-    assert run_script(SCRIPT, run, *FEW).code == 0
+    assert run_script(*SCRIPT, run, *FEW).code == 0
     (folder,) = (run / "evaluation").iterdir()
     before = (folder / "card.json").read_bytes()
     for _ in range(2):
-        assert run_script(SCRIPT, f"--card={folder}").code == 0
+        assert run_script(*SCRIPT, f"--card={folder}").code == 0
     names = sorted(path.name for path in (run / "evaluation").iterdir())
     assert names == [folder.name, f"{folder.name}_repeat-1", f"{folder.name}_repeat-2"]
     assert (folder / "card.json").read_bytes() == before
@@ -153,7 +153,7 @@ def test_a_repeated_card_stays_and_every_reference_has_its_own(
     for seed, file in enumerate(files):
         write_images(file, [random_images(60, seed=seed)], shape=(60, 8, 8))
     for reference in files[1:]:
-        outcome = run_script(SCRIPT, "--metrics=pixels", f"--images={files[0]}", f"--reference={reference}")
+        outcome = run_script(*SCRIPT, "--metrics=pixels", f"--images={files[0]}", f"--reference={reference}")
         assert outcome.code == 0, outcome.err
     assert len(list(tmp_path.glob("a_evaluation_*/card.json"))) == 2
 
@@ -201,12 +201,12 @@ def test_an_evaluation_that_ran_out_of_memory_continues_where_it_stopped(
         return draw_batch(self, model, plan, numbers, **kwargs)
 
     monkeypatch.setattr(Sampler, "draw_batch", exhausted)
-    outcome = run_script(SCRIPT, run, *FEW)
+    outcome = run_script(*SCRIPT, run, *FEW)
     assert outcome.code == 3
     assert "--batch_size = 16" in outcome.err and "Traceback" not in outcome.err
     (folder,) = (run / "evaluation").iterdir()
     assert not (folder / "card.json").exists()
-    outcome = run_script(SCRIPT, run, *FEW)
+    outcome = run_script(*SCRIPT, run, *FEW)
     assert outcome.code == 0 and calls == [16, 16, 16, 8], "the first batch was kept"
     card = read_card(folder)
     assert card.figures == whole.figures and card.samples == whole.samples
@@ -340,7 +340,7 @@ def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
     run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METRICS, "effnet", "pixel_quality:WidePixelQuality")
-    outcome = run_script(SCRIPT, run)
+    outcome = run_script(*SCRIPT, run)
     assert outcome.code == 0, outcome.err
     (line,) = [line for line in outcome.err.splitlines() if "too few" in line]
     assert line.startswith("80 samples for ") and "80 training images" in line and "1,280" in line
@@ -350,7 +350,7 @@ def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
     assert found["FD-Pixels"].startswith("not computed: 80 training images are too few")
     assert f"FD-Pixels: {found['FD-Pixels']}\n" in outcome.out
     (folder,) = (run / "evaluation").iterdir()
-    outcome = run_script(SCRIPT, f"--card={folder}")
+    outcome = run_script(*SCRIPT, f"--card={folder}")
     assert outcome.code == 0 and "equal to the bit" in outcome.out
 
 
@@ -360,12 +360,12 @@ def test_default_metrics_leave_out_what_cannot_be_computed(
     from torchditan.evaluation import efficientnet_lite
 
     monkeypatch.setattr(efficientnet_lite, "NUM_FEATURES", 50)  # then 80 training images are enough
-    outcome = run_script(SCRIPT, run, "--num_samples=20", "--epochs=1")
+    outcome = run_script(*SCRIPT, run, "--num_samples=20", "--epochs=1")
     assert outcome.code == 0, outcome.err
     assert "without effnet" in outcome.err and "more than 50 samples" in outcome.err
     assert "accuracy_generated" in cards.values(outcome)
     monkeypatch.setattr(efficientnet_lite, "PACKAGE", "no_such_package")
-    outcome = run_script(SCRIPT, run, "--epochs=1", "--num_samples=60")
+    outcome = run_script(*SCRIPT, run, "--epochs=1", "--num_samples=60")
     assert "without effnet" in outcome.err and "[evaluation]" in outcome.err
 
 
@@ -387,7 +387,8 @@ def test_ranks_draw_the_same_bytes_and_find_the_same_figures(
     script = tmp_path / "on_ranks.py"
     script.write_text(ON_RANKS)
     out = tmp_path / f"on_{world_size}"
-    result = run_distributed([script, REPOSITORY / SCRIPT, run, *FEW, f"--out={out}"], world_size)
+    command = [REPOSITORY / "torchditan/__main__.py", "evaluate", run, *FEW, f"--out={out}"]
+    result = run_distributed([script, *command], world_size)
     assert result.returncode == 0, result.stderr
     card = read_card(out)
     assert (card.ranks, card.samples) == (world_size, alone.samples)

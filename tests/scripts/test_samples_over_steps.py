@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/samples_over_steps.py cuts the same samples out of every grid of a run."""
+"""`torchditan timeline` cuts the same samples out of every grid of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchditan.evaluation.grid_picture import LAYOUT_KEY, read_cells, save_grid
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-SCRIPT = "scripts/samples_over_steps.py"
+SCRIPT = ("torchditan", "timeline")
 STEPS = (10, 20, 30)
 
 
@@ -57,7 +57,7 @@ def test_a_grid_gives_back_the_cells_that_were_drawn(run: Path) -> None:
 
 
 def test_the_strip_has_the_first_sample_of_each_chosen_class_at_every_step(run: Path, run_script: RunScript) -> None:
-    code, output, errors = run_script(SCRIPT, str(run), "--classes", "0,2")
+    code, output, errors = run_script(*SCRIPT, str(run), "--classes", "0,2")
     assert (code, errors) == (0, "")
     assert output.splitlines()[0] == f"strip of 3 steps: {run / 'samples' / 'steps.png'}"
     strip = Image.open(run / "samples" / "steps.png")
@@ -69,7 +69,7 @@ def test_the_strip_has_the_first_sample_of_each_chosen_class_at_every_step(run: 
 
 
 def test_the_animation_has_a_frame_for_each_step(run: Path, run_script: RunScript, tmp_path: Path) -> None:
-    code, _, errors = run_script(SCRIPT, str(run), "--frame_ms", "100", "--out", str(tmp_path / "pictures"))
+    code, _, errors = run_script(*SCRIPT, str(run), "--frame_ms", "100", "--out", str(tmp_path / "pictures"))
     assert (code, errors) == (0, "")
     animation = Image.open(tmp_path / "pictures" / "steps.gif")
     assert animation.n_frames == 3
@@ -81,7 +81,7 @@ def test_the_animation_has_a_frame_for_each_step(run: Path, run_script: RunScrip
 
 
 def test_columns_chooses_steps_evenly_with_first_and_last(run: Path, run_script: RunScript) -> None:
-    assert run_script(SCRIPT, str(run), "--columns", "2")[0] == 0
+    assert run_script(*SCRIPT, str(run), "--columns", "2")[0] == 0
     strip = Image.open(run / "samples" / "steps.png")
     assert [contains(strip, color(step, 0, 0)) for step in STEPS] == [True, False, True]
 
@@ -89,7 +89,7 @@ def test_columns_chooses_steps_evenly_with_first_and_last(run: Path, run_script:
 def test_grids_of_other_rows_are_left_out(run: Path, run_script: RunScript) -> None:
     path = run / "samples" / "step_00000005.png"
     save_grid(path, torch.zeros(1, 2, 3, 8, 8), None, ["zero"], title="another grid")
-    assert run_script(SCRIPT, str(run))[1].startswith("strip of 3 steps")
+    assert run_script(*SCRIPT, str(run))[1].startswith("strip of 3 steps")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_grids_of_other_rows_are_left_out(run: Path, run_script: RunScript) -> N
     [(["--classes", "0,3"], "0 to 2"), (["--classes", "a"], "0 to 2"), (["--columns", "0"], "at least 1")],
 )
 def test_a_wrong_choice_is_refused(run: Path, run_script: RunScript, flags: list[str], mistake: str) -> None:
-    code, _, errors = run_script(SCRIPT, str(run), *flags)
+    code, _, errors = run_script(*SCRIPT, str(run), *flags)
     assert code == 2
     assert flags[0].lstrip("-") in errors
     assert mistake in errors
@@ -109,11 +109,11 @@ def test_a_run_without_usable_grids_is_refused(run: Path, run_script: RunScript)
             picture.load()
         picture.info.clear()
         picture.save(path)  # as an older version drew it
-    code, _, errors = run_script(SCRIPT, str(run))
+    code, _, errors = run_script(*SCRIPT, str(run))
     assert (code, "did not store their layout" in errors) == (2, True)
     for path in (run / "samples").iterdir():
         path.unlink()
-    code, _, errors = run_script(SCRIPT, str(run))
+    code, _, errors = run_script(*SCRIPT, str(run))
     assert (code, "metrics.sample_freq" in errors) == (2, True)
 
 
@@ -121,7 +121,7 @@ def test_a_run_without_usable_grids_is_refused(run: Path, run_script: RunScript)
 def test_a_damaged_grid_is_named(run: Path, run_script: RunScript, damage: Callable[[bytes], bytes]) -> None:
     path = min((run / "samples").glob("step_*.png"))
     path.write_bytes(damage(path.read_bytes()))
-    code, _, errors = run_script(SCRIPT, str(run))
+    code, _, errors = run_script(*SCRIPT, str(run))
     assert code == 2 and errors.startswith(f"error: {path} is not a readable grid") and errors.count("\n") == 1
     assert not (run / "samples" / "steps.png").exists()
 
@@ -156,4 +156,4 @@ def test_a_grid_with_a_layout_of_a_stranger_is_named(run: Path, layout: dict[str
 
 def test_other_pictures_in_the_folder_are_no_grids(run: Path, run_script: RunScript) -> None:
     (run / "samples/step_last.png").write_bytes(b"a user's own")
-    assert run_script(SCRIPT, str(run))[1].startswith("strip of 3 steps")
+    assert run_script(*SCRIPT, str(run))[1].startswith("strip of 3 steps")

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/: generate and evaluate on a tiny trained run, from another folder; the launcher's arguments."""
+"""generate and evaluate on a tiny trained run, from another folder; the arguments of the scripts in scripts/."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ Refuse = Callable[..., str]
 
 @pytest.fixture
 def refused(outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch) -> Refuse:
-    """`refused("generate.py", RUN, "--step=7")`: the one line with which a script ends."""
+    """`refused("generate", RUN, "--step=7")`: the one line with which a command ends."""
     monkeypatch.chdir(outputs)
 
     def run(name: str, *arguments: str) -> str:
-        code, output, errors = run_script(f"scripts/{name}", *arguments)
+        code, output, errors = run_script("torchditan", name, *arguments)
         assert (code, output) == (2, "")
         (line,) = errors.splitlines()
         return line
@@ -56,7 +56,7 @@ def test_generate_draws_a_grid_from_the_newest_checkpoint(
     outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(outputs)
-    code, output, errors = run_script("scripts/generate.py", RUN)
+    code, output, errors = run_script("torchditan", "generate", RUN)
     assert (code, errors) == (0, "")
     grid = outputs / RUN / "samples" / "generated_00000003_seed0.png"
     timing, where = output.splitlines()
@@ -74,7 +74,7 @@ def test_generate_draws_what_it_was_asked_for(outputs: Path, tmp_path: Path, run
         f"--out={tmp_path / 'x' / 'grid.png'}",
     ]
     arguments += ["--sampling.images_per_class=2", "--sampling.sampler=heun", "--batch_size=3", "--seed=4"]
-    code, output, errors = run_script("scripts/generate.py", *arguments)
+    code, output, errors = run_script("torchditan", "generate", *arguments)
     assert (code, errors) == (0, "")
     assert output.startswith("4 images in ")
     assert Image.open(tmp_path / "x" / "grid.png").size[1] < 5 * 48, "two classes"
@@ -84,7 +84,9 @@ def test_generate_keeps_the_pictures_that_it_drew_before(outputs: Path, run_scri
     folder = outputs / RUN / "samples"
     arguments = ["--seed=7", "--classes=3", "--sampling.images_per_class=1"]
     for guidance in (1, 2, 3):
-        outcome = run_script("scripts/generate.py", outputs / RUN, *arguments, f"--sampling.guidance_scale={guidance}")
+        outcome = run_script(
+            "torchditan", "generate", outputs / RUN, *arguments, f"--sampling.guidance_scale={guidance}"
+        )
         assert outcome.code == 0, outcome.err
     names = ["generated_00000003_seed7.png", "generated_00000003_seed7_2.png", "generated_00000003_seed7_3.png"]
     assert sorted(path.name for path in folder.glob("*seed7*")) == names
@@ -92,7 +94,7 @@ def test_generate_keeps_the_pictures_that_it_drew_before(outputs: Path, run_scri
 
 
 def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path, run_script: RunScript) -> None:
-    outcome = run_script("scripts/evaluate.py", outputs / RUN, "--samples_per_class=2", "--epochs=4")
+    outcome = run_script("torchditan", "evaluate", outputs / RUN, "--samples_per_class=2", "--epochs=4")
     assert outcome.code == 0, outcome.err
     report = cards.values(outcome)
     assert (report["step"], report["num_samples"], report["chance"]) == (3, 20, 0.1)
@@ -108,7 +110,7 @@ def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
 
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     flags = ["--samples_per_class=2", "--epochs=4"]
-    code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, *flags)
+    code, output, errors = run_script("torchditan", "evaluate", outputs / RUN, *flags)
     assert code == 0 and output.startswith("| figure")
     for what in (f"loading {outputs / RUN}: ", "training the classifier: ", "drawing 20 samples: "):
         assert any(line.startswith(what) for line in errors.splitlines()), what
@@ -127,7 +129,7 @@ def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
         ([RUN, "extra"], "extra", ["--section.key"]),
     ],
 )
-@pytest.mark.parametrize("name", ["generate.py", "evaluate.py"])
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
 def test_a_mistake_is_one_line(
     name: str, arguments: list[str], about: str, mentions: list[str], refused: Refuse
 ) -> None:
@@ -137,12 +139,12 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("name", "argument", "about", "mentions"),
     [
-        ("generate.py", "--classes=3,x", '--classes = "3,x"', ["no class x", "0 to 9"]),
-        ("generate.py", "--classes=3,10", '--classes = "3,10"', ["0 to 9"]),
-        ("generate.py", "--classes=", '--classes = ""', ["0 to 9"]),
-        ("generate.py", "--batch_size=0", "--batch_size", ["0", "1"]),
+        ("generate", "--classes=3,x", '--classes = "3,x"', ["no class x", "0 to 9"]),
+        ("generate", "--classes=3,10", '--classes = "3,10"', ["0 to 9"]),
+        ("generate", "--classes=", '--classes = ""', ["0 to 9"]),
+        ("generate", "--batch_size=0", "--batch_size", ["0", "1"]),
         (
-            "generate.py",
+            "generate",
             "--training.steps=3",
             "--training.steps",
             [
@@ -164,12 +166,12 @@ def test_a_mistake_is_one_line(
             ],
         ),
         (
-            "generate.py",
+            "generate",
             "--guidance_scale=4",
             "--guidance_scale",
             ["--sampling.guidance_scale?"],
         ),
-        ("evaluate.py", "--epochs=few", "--epochs", ["1", "integer"]),
+        ("evaluate", "--epochs=few", "--epochs", ["1", "integer"]),
     ],
 )
 def test_a_value_that_cannot_be_is_one_line(
@@ -180,7 +182,7 @@ def test_a_value_that_cannot_be_is_one_line(
 
 def test_a_run_without_a_checkpoint_says_how_to_get_one(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
     (tmp_path / "config.json").write_bytes((outputs / RUN / "config.json").read_bytes())
-    line = refused("generate.py", str(tmp_path))
+    line = refused("generate", str(tmp_path))
     assert_refused(line, f"{tmp_path}/checkpoint", ["checkpoint.save_final = false", "--checkpoint.enable_checkpoint"])
 
 
@@ -188,19 +190,19 @@ def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: 
     content = json.loads((outputs / RUN / "config.json").read_text())
     content["config"]["ema"]["enable"] = False
     (tmp_path / "config.json").write_text(json.dumps(content))
-    assert_refused(refused("generate.py", str(tmp_path), "--weights=ema"), '--weights = "ema"', ["raw"])
+    assert_refused(refused("generate", str(tmp_path), "--weights=ema"), '--weights = "ema"', ["raw"])
 
 
 TAKES_A_RUN = [
-    ("scripts/generate.py", "{run}"),
-    ("scripts/evaluate.py", "{run}"),
-    ("scripts/export_lora.py", "{run}", "lora.safetensors"),
-    ("scripts/convert_checkpoint.py", "export", "{run}", "weights.safetensors"),
+    ("torchditan", "generate", "{run}"),
+    ("torchditan", "evaluate", "{run}"),
+    ("torchditan", "export_lora", "{run}", "lora.safetensors"),
+    ("torchditan", "export", "{run}", "weights.safetensors"),
     ("optimization_analysis.py", "--compare", "{run}", "{other}"),
 ]
 
 
-@pytest.mark.parametrize("command", TAKES_A_RUN, ids=lambda command: Path(command[0]).stem)
+@pytest.mark.parametrize("command", TAKES_A_RUN, ids=" ".join)
 def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
     command: tuple[str, ...], outputs: Path, run_script: RunScript
 ) -> None:
@@ -219,7 +221,7 @@ def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
 
 def test_a_checkpoint_where_a_run_is_expected_names_its_run(outputs: Path, run_script: RunScript) -> None:
     checkpoint = next((outputs / RUN / "checkpoint").iterdir())
-    code, _, err = run_script("scripts/generate.py", checkpoint)
+    code, _, err = run_script("torchditan", "generate", checkpoint)
     assert code == 2
     assert f"must be its run directory: {outputs / RUN} --step {int(checkpoint.name[5:])}" in err
 
@@ -236,7 +238,7 @@ def test_files_of_another_kind_are_named(run_script: RunScript, tmp_path: Path) 
 def test_a_run_named_without_its_folder_is_found_in_outputs(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
     (tmp_path / "outputs" / "quickstart" / "config.json").write_text("{}")
-    assert run_script("scripts/generate.py", "quickstart").err.endswith("; did you mean outputs/quickstart?\n")
+    assert run_script("torchditan", "generate", "quickstart").err.endswith("; did you mean outputs/quickstart?\n")
 
 
 TORCHRUN = """#!/bin/sh

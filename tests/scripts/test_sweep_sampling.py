@@ -154,7 +154,7 @@ class Sweep:
         self.folder = run / "evaluation" / "sweep"
 
     def __call__(self, *arguments: object) -> Outcome:
-        return self.run_script("scripts/sweep_sampling.py", self.run, *arguments)
+        return self.run_script("torchditan", "sweep", self.run, *arguments)
 
     def points(self) -> dict[tuple[int, float], dict[str, Any]]:
         """By steps and guidance."""

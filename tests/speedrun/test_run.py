@@ -29,7 +29,7 @@ _SPEC.loader.exec_module(run)
 
 
 class Scripts:
-    """In place of train.py, reconstruct_ema.py and evaluate.py: writes what they write."""
+    """In place of train.py and the commands `average` and `evaluate`: writes what they write."""
 
     def __init__(self, *, evaluations: int = 32) -> None:
         self.evaluations = evaluations
@@ -60,7 +60,7 @@ class Scripts:
             }
             (folder / "config.json").write_text(json.dumps(stored))
             (folder / "status.json").write_text(json.dumps({"state": "completed"}))
-        elif script == "scripts/reconstruct_ema.py":
+        elif script == "average":
             averaged = folder.with_name(f"{folder.name}_ema_{arguments[2]}")
             averaged.mkdir()
             (averaged / "config.json").write_text("{}")
@@ -89,7 +89,7 @@ def test_a_result_has_all_that_a_reader_checks(
     assert (result["steps"], result["images"], result["last_loss"], result["training_seconds"]) == (14, 896, 0.4, 7.5)
     assert result["figures"]["fd"] == 50
     assert result["definition"] == json.loads(json.dumps(entries.load("official_dit").definition()))
-    assert [script for script, _ in scripts.calls] == ["train.py", "scripts/reconstruct_ema.py", "scripts/evaluate.py"]
+    assert [script for script, _ in scripts.calls] == ["train.py", "average", "evaluate"]
     assert {"--num_samples=2048", "--seed=0", "--metrics=effnet", "--sampling.num_steps=32"} < {*scripts.calls[2][1]}
     run.make(trial)
     assert len(scripts.calls) == 3, "a result that exists is not made again"
@@ -114,7 +114,7 @@ def test_one_training_serves_several_averages_and_samplers(tmp_path: Path, monke
     (other,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "sampling.num_steps=16")
     assert other.run == trial.run
     run.make(other)
-    assert [script for script, _ in scripts.calls].count("scripts/evaluate.py") == 3
+    assert [script for script, _ in scripts.calls].count("evaluate") == 3
     assert sorted(path.name for path in (tmp_path / "results/tuning").iterdir()) == [
         "official_dit_optimizer.lr-0.003_ema-0.15_seed-100.json",
         f"official_dit_optimizer.lr-0.003_sampling.num-steps-16_ema-{other.entry.ema_width}_seed-100.json",

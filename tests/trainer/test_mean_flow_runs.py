@@ -118,22 +118,22 @@ def test_the_weights_go_everywhere(tmp_path: Path, train: Train, run_script: Run
     assert read_metrics(tmp_path / "run")[-1]["validation_loss"] > 0
     stored = read_config(tmp_path / "run")["config"]
     assert stored["sampling"]["num_steps"] == stored["model"]["timestep_scale"] == 1
-    outcome = run_script("scripts/generate.py", "run", "--classes=1,2", "--sampling.guidance_scale=3")
+    outcome = run_script("torchditan", "generate", "run", "--classes=1,2", "--sampling.guidance_scale=3")
     assert outcome.code == 0, outcome.err
     model = torchditan.load("run", weights="raw")
     one, two, strong = (
         model.sample(classes=[1, 2], seed=3, **options) for options in ({}, {"num_steps": 2}, {"guidance_scale": 6.0})
     )
     assert not torch.equal(one, two) and not torch.equal(one, strong)
-    evaluated = run_script("scripts/evaluate.py", "run", "--metrics=classifier", "--num_samples=20", "--epochs=1")
+    evaluated = run_script("torchditan", "evaluate", "run", "--metrics=classifier", "--num_samples=20", "--epochs=1")
     assert evaluated.code == 0, evaluated.err
-    swept = ["scripts/sweep_sampling.py", "run", "--num_steps", "2", "--metrics=classifier"]
+    swept = ["torchditan", "sweep", "run", "--num_steps", "2", "--metrics=classifier"]
     swept_ = run_script(*swept, "--num_samples=20", "--epochs=1")
     assert swept_.code == 0, swept_.err
-    assert run_script("scripts/convert_checkpoint.py", "export", "run", "w.safetensors").code == 0
-    assert run_script("scripts/convert_checkpoint.py", "import", "w.safetensors", "imported").code == 0
+    assert run_script("torchditan", "export", "run", "w.safetensors").code == 0
+    assert run_script("torchditan", "import", "w.safetensors", "imported").code == 0
     assert torch.equal(*(torchditan.load(name).sample(classes=[1, 2], seed=3) for name in ("imported", "run")))
-    outcome = run_script("scripts/generate.py", "run", "--sampling.sampler=heun")
+    outcome = run_script("torchditan", "generate", "run", "--sampling.sampler=heun")
     assert outcome.code == 2
     assert_refused(outcome.err, 'sampling.sampler = "heun"', ["imf", "euler"])
 
@@ -158,7 +158,7 @@ def test_it_starts_from_flow_matching_and_refuses_another_time_scale(
     assert outcome.code == 2
     mentions = ["model.timestep_scale", "1000", "refit_time"]
     assert_refused(outcome.err, 'checkpoint.initial_load_path = "scale 1000"', mentions)
-    outcome = run_script("scripts/convert_checkpoint.py", "refit_time", "scale 1000", "w.safetensors")
+    outcome = run_script("torchditan", "refit_time", "scale 1000", "w.safetensors")
     assert outcome.code == 0, outcome.err
     assert "refitted from scale 1000 to 1, relative error" in outcome.out
     before, after = map(float, re.findall(r"[0-9.]+(?= before)|[0-9.]+(?= after)", outcome.out))

@@ -269,11 +269,11 @@ def test_the_official_recipe_resumes_samples_and_exports(
     assert not torch.equal(alone, sample(classes=4, samples_per_class=2, seed=3, spacing="leading"))
     euler, ddim, ancestral = (sample(classes=4, sampler=sampler) for sampler in ("euler", "ddim", "ancestral"))
     assert torch.equal(euler, ddim) and not torch.equal(ddim, ancestral)
-    outcome = run_script("scripts/generate.py", "run", "--classes=1", "--sampling.guidance_channels=1")
+    outcome = run_script("torchditan", "generate", "run", "--classes=1", "--sampling.guidance_channels=1")
     assert outcome.code == 0, outcome.err
 
-    assert run_script("scripts/convert_checkpoint.py", "export", "run", "weights.safetensors").code == 0
-    assert run_script("scripts/convert_checkpoint.py", "import", "weights.safetensors", "imported").code == 0
+    assert run_script("torchditan", "export", "run", "weights.safetensors").code == 0
+    assert run_script("torchditan", "import", "weights.safetensors", "imported").code == 0
     assert torch.equal(torchditan.load("imported").sample(classes=4, seed=3), sample(classes=4, seed=3))
     flags = ["--training.steps=1", "--model.preset=official", "--diffusion.objective=ddpm", "--diffusion.prediction=v"]
     started = train("v", *flags, "--checkpoint.initial_load_path=weights.safetensors")
@@ -330,8 +330,8 @@ def test_runs_with_other_blocks_resume_to_the_bit_and_export_their_weights(
     assert curve(parts) == curve(whole)
     expected, found = (load(run, "raw", step=4) for run in (whole, parts))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert run_script("scripts/convert_checkpoint.py", "export", whole, "w.safetensors", "--weights=raw").code == 0
-    assert run_script("scripts/convert_checkpoint.py", "import", "w.safetensors", "imported").code == 0
+    assert run_script("torchditan", "export", whole, "w.safetensors", "--weights=raw").code == 0
+    assert run_script("torchditan", "import", "w.safetensors", "imported").code == 0
     found = load(tmp_path / "imported", "raw", step=None)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -410,7 +410,7 @@ def test_sampling_and_validation_leave_no_trace_in_the_curve(one_process: Path, 
 
 
 def test_training_samples_from_the_averaged_weights(tmp_path: Path, train: Train, run_script: RunScript) -> None:
-    """The grid drawn while training is the one that scripts/generate.py draws from the checkpoint's EMA."""
+    """The grid drawn while training is the one that `torchditan generate` draws from the checkpoint's EMA."""
     from PIL import Image, ImageChops
 
     flags = ["--training.steps=8", "--training.batch_size=16", "--metrics.enable_sampling=true", "--validation.freq=2"]
@@ -418,7 +418,7 @@ def test_training_samples_from_the_averaged_weights(tmp_path: Path, train: Train
     assert train("run", *flags, "--sampling.num_steps=4").code == 0
     for weights in ("ema", "raw"):
         flags = ["--seed=0", f"--out={weights}.png", f"--weights={weights}"]
-        assert run_script("scripts/generate.py", "run", *flags).code == 0
+        assert run_script("torchditan", "generate", "run", *flags).code == 0
     drawn, averaged, raw = (
         Image.open(tmp_path / name).convert("L").crop((0, 60, 500, 700))
         for name in ("run/samples/step_00000008.png", "ema.png", "raw.png")
@@ -450,11 +450,11 @@ def test_without_checkpoints_the_final_weights_are_kept_and_usable(
     expected, found = load(tmp_path / "all", weights, step=3), load(run, weights, step=3)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert kept.stat().st_size < 1.1 * sum(4 * tensor.numel() for tensor in expected.values())
-    assert run_script("scripts/generate.py", run, "--sampling.num_steps=1", "--classes=1").code == 0
-    assert run_script("scripts/convert_checkpoint.py", "export", run, "weights.safetensors").code == 0
+    assert run_script("torchditan", "generate", run, "--sampling.num_steps=1", "--classes=1").code == 0
+    assert run_script("torchditan", "export", run, "weights.safetensors").code == 0
     assert (tmp_path / "weights.safetensors").read_bytes() == kept.read_bytes()
     other = "raw" if weights == "ema" else "ema"
-    refused = run_script("scripts/generate.py", run, f"--weights={other}")
+    refused = run_script("torchditan", "generate", run, f"--weights={other}")
     assert_refused(refused.err, "--weights", [other, f"must be {weights}"])
     for number, source in enumerate((run, kept)):
         begun = train(str(number), "--training.steps=1", ema, f"--checkpoint.initial_load_path={source}")

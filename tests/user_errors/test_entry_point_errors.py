@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import runpy
 import shlex
 import shutil
 import sys
@@ -23,12 +22,12 @@ from PIL import Image
 from pyarrow import parquet
 from refusals import assert_refused
 
+import torchditan.__main__
 from torchditan.config.loader import load_config, to_dict
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=2", "--training.steps=1"]
 SMALL += ["--metrics.enable_sampling=false"]
 SCRIPTS = {
@@ -37,7 +36,7 @@ SCRIPTS = {
     "plan": "torchditan/planner/__main__.py",
     "analysis": "optimization_analysis.py",
 }
-"""First word of a row whose script is not in scripts/."""
+"""First word of a row that is not a command of `torchditan`."""
 
 ROWS: list[tuple[str, str, list[str]]] = [
     (
@@ -521,47 +520,42 @@ ROWS: list[tuple[str, str, list[str]]] = [
         ["0", "1"],
     ),
     (
-        "convert_checkpoint",
-        "",
-        ["refit_time", "--help"],
-    ),
-    (
-        "convert_checkpoint export run weights.pt",
+        "export run weights.pt",
         'OUT = "weights.pt"',
         [".safetensors"],
     ),
     (
-        "convert_checkpoint export nothing weights2.safetensors",
+        "export nothing weights2.safetensors",
         "nothing",
         ["config.json"],
     ),
     (
-        "convert_checkpoint import gone.safetensors imported",
+        "import gone.safetensors imported",
         "gone.safetensors",
         ["No such file or directory"],
     ),
     (
-        "convert_checkpoint import weights.safetensors imported",
+        "import weights.safetensors imported",
         "weights.safetensors",
         ["safetensors"],
     ),
     (
-        "encode_latents out --autoencoder.name=haar --shard_size=0",
+        "encode out --autoencoder.name=haar --shard_size=0",
         "--shard_size",
         ["0", "1"],
     ),
     (
-        "encode_latents outside --verify",
+        "encode outside --verify",
         "outside/train/index.json",
         ["latents"],
     ),
     (
-        "encode_latents header --verify",
+        "encode header --verify",
         "header/train/shard-00000.safetensors",
         ["sha256"],
     ),
     (
-        "encode_latents latents --autoencoder.name=haar --dataset.num_workers=0",
+        "encode latents --autoencoder.name=haar --dataset.num_workers=0",
         "latents/train",
         [
             "autoencoder.downsampling",
@@ -656,22 +650,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         patch.setattr("torch.cuda.is_available", lambda: False)
         haar = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0"]
-        make(patch, "scripts/encode_latents.py", "latents", *haar, "--shard_size=1000", "--no_flip")
+        patch.setattr(sys, "argv", ["torchditan", "encode", "latents", *haar, "--shard_size=1000", "--no_flip"])
+        assert torchditan.__main__.main() == 0
     write_run(folder / "run")
     write_files(folder)
     write_images(folder)
     write_tables(folder)
     write_latents(folder)
     return folder
-
-
-def make(patch: pytest.MonkeyPatch, script: str, *arguments: str) -> None:
-    """Run a script that succeeds."""
-    patch.setattr(sys, "argv", [script, *arguments])
-    patch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(REPOSITORY / script), run_name="__main__")
-    assert stop.value.code == 0
 
 
 def write_run(folder: Path) -> None:
@@ -795,8 +781,8 @@ def test_a_bad_job_is_one_line_and_writes_nothing(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     before = contents(place)
     name, *arguments = shlex.split(command)
-    script = SCRIPTS.get(name, f"scripts/{name}.py")
-    code, _, errors = run_script(script, *(SMALL if name == "train" else ()), *arguments)
+    start = [SCRIPTS[name]] if name in SCRIPTS else ["torchditan", name]
+    code, _, errors = run_script(*start, *(SMALL if name == "train" else ()), *arguments)
     assert code == 2 and errors.startswith("error: ") and errors.endswith("\n"), errors
     assert_refused(errors, about.replace("{place}", str(place)), mentions)
     assert contents(place) == before

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/convert_checkpoint.py and checkpoint.initial_load_path: weights to one file and back, from any sharding.
+"""The commands `export` and `import`, and checkpoint.initial_load_path: weights to one file and back, on any ranks.
 
 Run as a script under torchrun (`main`), this file writes a large checkpoint without training.
 """
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = "scripts/convert_checkpoint.py"
 TINY = [
     "--model.flavor=debugmodel",
     "--model.patch_size=2",
@@ -70,7 +69,7 @@ def trained(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def exported(trained: Path, run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The averaged weights of that run's last step."""
     file = tmp_path_factory.mktemp("exported") / "weights.safetensors"
-    run_alone(SCRIPT, "export", trained, file)
+    run_alone("torchditan", "export", trained, file)
     return file
 
 
@@ -79,10 +78,10 @@ Convert = Callable[..., str]
 
 @pytest.fixture
 def convert(run_script: RunScript) -> Convert:
-    """`convert("export", run, file)`: the script in this process; what it printed."""
+    """`convert("export", run, file)`: the command in this process; what it printed."""
 
     def run(*arguments: object) -> str:
-        outcome = run_script(SCRIPT, *arguments)
+        outcome = run_script("torchditan", *arguments)
         assert (outcome.code, outcome.err) == (0, "")
         return outcome.out
 
@@ -172,7 +171,7 @@ def test_a_run_begins_with_given_weights(
     path, said = exported, "step 3 (ema)"
     if source == "bfloat16":
         path = tmp_path / "half.safetensors"
-        assert run_script(SCRIPT, "export", trained, path, "--dtype=bfloat16").code == 0
+        assert run_script("torchditan", "export", trained, path, "--dtype=bfloat16").code == 0
         expected = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
     elif source == "without metadata":
         path, said = tmp_path / "plain.safetensors", ""
@@ -209,7 +208,7 @@ def test_weights_of_unknown_convention_are_refused_unless_it_is_stated(
     assert (outcome.code, outcome.err) == (2, f'error: {option} = "sit": must be torchditan\n')
     outcome = run_script("train.py", *job(tmp_path / "new", f"--{option}=torchditan"))
     assert outcome.code == 2 and outcome.err.startswith(f'error: {option} = "torchditan": has no effect without')
-    outcome = run_script(SCRIPT, "import", path, tmp_path / "new")
+    outcome = run_script("torchditan", "import", path, tmp_path / "new")
     assert outcome.code == 2 and "torchditan export" in outcome.err and "checkpoint.initial_load_path" in outcome.err
 
 
@@ -228,7 +227,7 @@ def test_a_pickle_is_named_with_what_to_do(name: str, tmp_path: Path, run_script
     assert outcome.code == 2
     mentions = ["pickle", "torchditan import", "--format", "dit", "lightningdit"]
     assert_refused(outcome.err, f'checkpoint.initial_load_path = "{path}"', mentions)
-    outcome = run_script(SCRIPT, "import", path, tmp_path / "new")
+    outcome = run_script("torchditan", "import", path, tmp_path / "new")
     assert outcome.code == 2
     assert_refused(outcome.err, str(path), ["PyTorch file", "--format", "dit", "sit"])
     assert [file.name for file in tmp_path.iterdir()] == [name]
@@ -241,7 +240,7 @@ def test_weights_of_a_run_without_an_average_are_the_raw_ones(
     assert run_script("train.py", *job(run, "--training.steps=1", "--ema.enable=false")).code == 0
     assert ": raw weights of " in convert("export", run, out)
     assert_bitwise(load_file(out), weights_in(run, step=1, key="model"))
-    outcome = run_script(SCRIPT, "export", run, tmp_path / "ema.safetensors", "--weights=ema")
+    outcome = run_script("torchditan", "export", run, tmp_path / "ema.safetensors", "--weights=ema")
     assert (outcome.code, outcome.err) == (2, 'error: --weights = "ema": this run kept no average; must be raw\n')
     begun = job(tmp_path / "new", *AT_REST, f"--checkpoint.initial_load_path={run}")
     assert f"weights of {run}, step 1 (raw)" in run_script("train.py", *begun).out
@@ -263,11 +262,11 @@ def test_an_imported_run_draws_the_same_pictures(
     pictures = []
     for folder in (trained, run):
         picture = tmp_path / f"{folder.parent.name}.png"
-        outcome = run_script("scripts/generate.py", folder, "--classes=1,2", f"--out={picture}", "--seed=5")
+        outcome = run_script("torchditan", "generate", folder, "--classes=1,2", f"--out={picture}", "--seed=5")
         assert outcome.code == 0, outcome.err
         pictures.append(picture.read_bytes())
     assert pictures[0] == pictures[1]
-    outcome = run_script("scripts/evaluate.py", run, "--samples_per_class=1", "--epochs=1")
+    outcome = run_script("torchditan", "evaluate", run, "--samples_per_class=1", "--epochs=1")
     assert (outcome.code, cards.values(outcome)["step"]) == (0, 3)
 
 
@@ -294,7 +293,7 @@ def test_an_imported_run_names_the_data_of_this_machine(exported: Path, tmp_path
 
 def test_an_imported_run_is_not_continued(exported: Path, tmp_path: Path, run_script: RunScript) -> None:
     run = tmp_path / "run"
-    assert run_script(SCRIPT, "import", exported, run).code == 0
+    assert run_script("torchditan", "import", exported, run).code == 0
     before = sorted(path.name for path in run.rglob("*"))
     outcome = run_script("train.py", *job(run, "--training.steps=5", "--optimizer.lr=1e-3"))
     assert outcome.code == 2
@@ -306,14 +305,14 @@ def test_an_imported_run_is_not_continued(exported: Path, tmp_path: Path, run_sc
 def test_only_an_imported_run_is_replaced(trained: Path, exported: Path, tmp_path: Path, run_script: RunScript) -> None:
     run = tmp_path / "run"
     run.mkdir()  # an empty folder is as good as none
-    assert run_script(SCRIPT, "import", exported, run).code == 0
+    assert run_script("torchditan", "import", exported, run).code == 0
     first = read_config(run)["run_id"]
-    outcome = run_script(SCRIPT, "import", exported, run)
+    outcome = run_script("torchditan", "import", exported, run)
     assert (outcome.code, read_config(run)["run_id"]) == (2, first)
     assert_refused(outcome.err, str(run), ["--overwrite"])
-    assert run_script(SCRIPT, "import", exported, run, "--overwrite").code == 0
+    assert run_script("torchditan", "import", exported, run, "--overwrite").code == 0
     assert read_config(run)["run_id"] != first
-    outcome = run_script(SCRIPT, "import", exported, trained, "--overwrite")
+    outcome = run_script("torchditan", "import", exported, trained, "--overwrite")
     assert outcome.code == 2
     assert_refused(outcome.err, str(trained))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -325,7 +324,7 @@ def test_an_import_that_fills_the_disk_is_one_line_and_leaves_nothing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
     try:
-        outcome = run_script(SCRIPT, "import", exported, "new")
+        outcome = run_script("torchditan", "import", exported, "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert outcome.code == 2
@@ -336,10 +335,10 @@ def test_an_import_that_fills_the_disk_is_one_line_and_leaves_nothing(
 def test_a_file_is_not_replaced_unasked(trained: Path, tmp_path: Path, run_script: RunScript) -> None:
     out = tmp_path / "a.safetensors"
     out.write_text("mine")
-    outcome = run_script(SCRIPT, "export", trained, out)
+    outcome = run_script("torchditan", "export", trained, out)
     assert (outcome.code, outcome.out, out.read_text()) == (2, "", "mine")
     assert_refused(outcome.err, str(out), ["--overwrite"])
-    assert run_script(SCRIPT, "export", trained, out, "--overwrite").code == 0
+    assert run_script("torchditan", "export", trained, out, "--overwrite").code == 0
     assert len(load_file(out)) > 10
 
 
@@ -407,7 +406,7 @@ def test_a_file_that_is_none_is_refused(
 ) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(data)
-    outcome = run_script(SCRIPT, "import", path, tmp_path / "run")
+    outcome = run_script("torchditan", "import", path, tmp_path / "run")
     assert (outcome.code, outcome.out) == (2, "")
     assert_refused(outcome.err, str(path), mentions)
     with refused(f'checkpoint.initial_load_path = "{path}"', *mentions):
@@ -462,7 +461,7 @@ def test_what_a_file_says_of_itself_is_not_believed(
         metadata = file.metadata()
     path = tmp_path / "a.safetensors"
     save_file(load_file(exported), path, metadata=forge(metadata))
-    outcome = run_script(SCRIPT, "import", path, tmp_path / "run")
+    outcome = run_script("torchditan", "import", path, tmp_path / "run")
     assert outcome.code == 2
     assert_refused(outcome.err, str(path), mentions)
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
@@ -526,8 +525,6 @@ def test_a_missing_and_an_unknown_tensor_are_named(exported: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [
-        ([], "", ["refit_time", "--help"]),
-        (["exprt", "run"], "", ["refit_time", "--help"]),
         (["export", "gone", "a.safetensors"], "gone", ["run directory"]),
         (["export", "{run}"], "", ["OUT"]),
         (["export", "{run}", "a.pt"], 'OUT = "a.pt"', [".safetensors"]),
@@ -577,7 +574,7 @@ def test_a_mistake_is_one_line(
     run_script: RunScript,
 ) -> None:
     places = {"run": trained, "file": exported}
-    outcome = run_script(SCRIPT, *(argument.format(**places) for argument in arguments))
+    outcome = run_script("torchditan", *(argument.format(**places) for argument in arguments))
     assert (outcome.code, outcome.out) == (2, "")
     assert_refused(outcome.err, about.format(**places), [mention.format(**places) for mention in mentions])
     assert list(tmp_path.iterdir()) == []
@@ -613,7 +610,7 @@ def test_a_damaged_checkpoint_is_not_exported(trained: Path, tmp_path: Path, run
     checkpoint = run / "checkpoint" / "step-00000003"
     tensors = checkpoint / "__0_0.distcp"
     tensors.write_bytes(tensors.read_bytes().translate(bytes(byte ^ 1 for byte in range(256))))
-    outcome = run_script(SCRIPT, "export", checkpoint, tmp_path / "a.safetensors")
+    outcome = run_script("torchditan", "export", checkpoint, tmp_path / "a.safetensors")
     assert outcome.code == 2
     assert_refused(outcome.err, str(checkpoint), ["cannot be read", "__0_0.distcp", "checksum"])
     outcome = run_script("train.py", *job(tmp_path / "new", f"--checkpoint.initial_load_path={checkpoint}"))

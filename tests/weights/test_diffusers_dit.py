@@ -41,7 +41,6 @@ from torchditan.weights.trained_model import TrainedModel
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-SCRIPT = "scripts/convert_checkpoint.py"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 STATED = Given(noise_schedule="linear", prediction="epsilon")
 LEVELS = torch.tensor([0, 1, 250, 500, 998, 999])
@@ -260,10 +259,10 @@ def test_another_autoencoder_may_replace_that_of_the_pipeline(copied: Path, tmp_
 def test_the_imported_pipeline_generates_with_one_command_each(
     pipeline: Path, run_script: RunScript, tmp_path: Path
 ) -> None:
-    outcome = run_script(SCRIPT, "import", pipeline, "run", "--format=diffusers")
+    outcome = run_script("torchditan", "import", pipeline, "run", "--format=diffusers")
     assert (outcome.code, outcome.err) == (0, "")
     assert "equal copies of the embedders became one" in outcome.out
-    outcome = run_script("scripts/generate.py", "run", "--sampling.num_steps=2", "--sampling.max_classes=2")
+    outcome = run_script("torchditan", "generate", "run", "--sampling.num_steps=2", "--sampling.max_classes=2")
     assert outcome.code == 0, outcome.err
     assert list((tmp_path / "run").rglob("*.png"))
 
@@ -447,7 +446,7 @@ JOB = {
 def test_a_trained_run_is_exported_by_one_command(run_script: RunScript, tmp_path: Path) -> None:
     outcome = run_script("train.py", *(f"--{option}={value}" for option, value in JOB.items()))
     assert outcome.code == 0, outcome.err
-    outcome = run_script(SCRIPT, "export", "run", "out", "--format=diffusers")
+    outcome = run_script("torchditan", "export", "run", "out", "--format=diffusers")
     assert (outcome.code, outcome.err) == (0, "")
     opens = outcome.out.partition("in diffusers: ")[2].partition(" (the transformer alone: the run was trained on ")[0]
     pipe = eval(opens, {**vars(diffusers), "VAE": random_pipeline().vae})
@@ -499,7 +498,7 @@ def test_a_bad_folder_is_one_line_and_leaves_nothing(copied: Path, run_script: R
     weights = copied / "transformer" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-100])
     before = sorted(tmp_path.rglob("*"))
-    outcome = run_script(SCRIPT, "import", copied, "run", "--format=diffusers")
+    outcome = run_script("torchditan", "import", copied, "run", "--format=diffusers")
     assert outcome.code == 2
     assert_refused(outcome.err, str(weights), ["truncated"])
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""`convert_checkpoint.py import --format`: from a file of another project to a run; and files that are refused."""
+"""`torchditan import --format`: from a file of another project to a run; and files that are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ from torchditan.weights.trained_model import TrainedModel
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-SCRIPT = "scripts/convert_checkpoint.py"
 TINY_SIT = replace(SIT, side=4)  # digits in latents of 4 x 4 x 4
 DIGITS = (
     "--dataset.dataset_name=digits",
@@ -87,14 +86,14 @@ def training_file(path: Path, *, ema: Weights | None, raw: Weights) -> Path:
 
 
 def imported(path: Path, format: str, run_script: RunScript, *flags: object, run: str = "run") -> Path:
-    outcome = run_script(SCRIPT, "import", path, run, f"--format={format}", *flags)
+    outcome = run_script("torchditan", "import", path, run, f"--format={format}", *flags)
     assert (outcome.code, outcome.err) == (0, ""), outcome.err
     return Path(run).resolve()
 
 
 def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "SiT.pt", random_weights(SIT))
-    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit", "--num_heads=4")
+    outcome = run_script("torchditan", "import", path, "run", "--format=sit", "--num_heads=4")
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0].startswith(f"run: ema weights of {path}, 0.3M parameters in ")
@@ -244,8 +243,8 @@ def test_an_imported_run_exports_like_any_other(tmp_path: Path, run_script: RunS
     """Half precision in, one file of ours out, and the same pictures from it."""
     weights = {name: tensor.half() for name, tensor in random_weights(TINY_SIT).items()}
     run = imported(save(tmp_path / "weights.pt", weights), "sit", run_script, *DIGITS)
-    assert run_script(SCRIPT, "export", run, "mine.safetensors").code == 0
-    assert run_script(SCRIPT, "import", "mine.safetensors", "again").code == 0
+    assert run_script("torchditan", "export", run, "mine.safetensors").code == 0
+    assert run_script("torchditan", "import", "mine.safetensors", "again").code == 0
     first, second = (load(folder).sample(classes=[1, 2], num_steps=2) for folder in (run, "again"))
     assert torch.equal(first, second)
 
@@ -282,7 +281,7 @@ def test_the_configuration_to_continue_states_every_convention(tmp_path: Path, r
 def test_a_path_alone_is_that_of_the_default_autoencoder(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     flags = ("--format=sit", "--num_heads=4", f"--autoencoder.path={tmp_path / 'missing'}")
-    outcome = run_script(SCRIPT, "import", path, "run", *flags)
+    outcome = run_script("torchditan", "import", path, "run", *flags)
     assert outcome.code == 2
     assert "autoencoder.path" in outcome.err and "missing" in outcome.err
 
@@ -312,7 +311,9 @@ def test_a_registered_format_is_imported(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(FORMATS, "mine", "my_sit:convert")
     weights = {f"net.{name}": value for name, value in random_weights(TINY_SIT).items()}
-    outcome = run_script(SCRIPT, "import", save(tmp_path / "weights.pt", weights), "run", "--format=mine", *DIGITS)
+    outcome = run_script(
+        "torchditan", "import", save(tmp_path / "weights.pt", weights), "run", "--format=mine", *DIGITS
+    )
     assert outcome.code == 0, outcome.err
 
 
@@ -441,7 +442,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     path = tmp_path / "weights.pt"
     write(path)
     heads = () if format == "diffusers" else ("--num_heads=4",)
-    outcome = run_script(SCRIPT, "import", path, "new", f"--format={format}", *heads, *flags)
+    outcome = run_script("torchditan", "import", path, "new", f"--format={format}", *heads, *flags)
     assert (outcome.code, outcome.out) == (2, ""), outcome.out
     line = outcome.err.removesuffix("\n")
     assert "\n" not in line and line.startswith("error: ")
@@ -461,7 +462,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 def test_wrong_arguments_are_one_line(
     arguments: list[str], about: str, mentions: list[str], tmp_path: Path, run_script: RunScript
 ) -> None:
-    outcome = run_script(SCRIPT, "import", *arguments)
+    outcome = run_script("torchditan", "import", *arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert_refused(outcome.err, about, mentions)
     assert list(tmp_path.iterdir()) == []
@@ -472,7 +473,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, run_script: RunScript) -> No
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
     try:
-        outcome = run_script(SCRIPT, "import", path, "new", "--format=sit", "--num_heads=4")
+        outcome = run_script("torchditan", "import", path, "new", "--format=sit", "--num_heads=4")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert outcome.code == 2
@@ -484,21 +485,21 @@ def test_a_trained_run_is_never_replaced(tmp_path: Path, run_script: RunScript) 
     path = save(tmp_path / "weights.pt", random_weights(SIT))
     run = imported(path, "sit", run_script, "--num_heads=4")
     flags = ("--format=sit", "--num_heads=4")
-    outcome = run_script(SCRIPT, "import", path, run, *flags)
+    outcome = run_script("torchditan", "import", path, run, *flags)
     assert outcome.code == 2
     assert_refused(outcome.err, str(run), ["--overwrite"])
-    assert run_script(SCRIPT, "import", path, run, *flags, "--overwrite").code == 0
+    assert run_script("torchditan", "import", path, run, *flags, "--overwrite").code == 0
 
 
 def test_what_is_imported_is_not_deleted_with_the_run_that_it_replaces(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     run = imported(path, "sit", run_script, *DIGITS)
     inside = path.rename(run / "weights.pt")
-    outcome = run_script(SCRIPT, "import", inside, run, "--format=sit", "--overwrite", *DIGITS)
+    outcome = run_script("torchditan", "import", inside, run, "--format=sit", "--overwrite", *DIGITS)
     assert outcome.code == 2 and f"{inside} is inside {run}" in outcome.err
     assert inside.is_file()
-    assert run_script(SCRIPT, "export", run, run / "mine.safetensors").code == 0
-    outcome = run_script(SCRIPT, "import", run / "mine.safetensors", run, "--overwrite")
+    assert run_script("torchditan", "export", run, run / "mine.safetensors").code == 0
+    outcome = run_script("torchditan", "import", run / "mine.safetensors", run, "--overwrite")
     assert outcome.code == 2 and (run / "mine.safetensors").is_file()
 
 
@@ -506,7 +507,7 @@ def test_a_symbolic_link_is_no_run(tmp_path: Path, run_script: RunScript) -> Non
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
-    outcome = run_script(SCRIPT, "import", path, "link", "--format=sit", *DIGITS)
+    outcome = run_script("torchditan", "import", path, "link", "--format=sit", *DIGITS)
     assert (outcome.code, outcome.err) == (2, "error: link is a symbolic link; choose another name\n")
 
 
@@ -535,7 +536,7 @@ def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: 
 
 def test_new_classes_are_those_of_a_folder(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
-    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit", "--num_heads=4", "--num_classes=1000")
+    outcome = run_script("torchditan", "import", path, "run", "--format=sit", "--num_heads=4", "--num_classes=1000")
     assert outcome.code == 0, outcome.err
     assert read_config(tmp_path / "run")["config"]["dataset"]["dataset_name"] == "folder"
 
@@ -551,7 +552,7 @@ def test_older_files_of_repa_have_decoder_blocks() -> None:
 
 
 def test_training_continues_on_stored_latents(tmp_path: Path, run_script: RunScript) -> None:
-    encoded = run_script("scripts/encode_latents.py", "latents", *DIGITS[:3])
+    encoded = run_script("torchditan", "encode", "latents", *DIGITS[:3])
     assert encoded.code == 0, encoded.err
     data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}", *DIGITS[1:])
     run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *data)

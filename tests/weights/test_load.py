@@ -124,7 +124,7 @@ def labels(path: Path) -> list[str]:
 def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
     name: str, moved: dict[str, Path], tmp_path: Path, run_script: RunScript
 ) -> None:
-    script = run_script("scripts/generate.py", moved[name], "--classes=dog,yak", "--seed=5", "--out=grid.png")
+    script = run_script("torchditan", "generate", moved[name], "--classes=dog,yak", "--seed=5", "--out=grid.png")
     assert script.code == 0
     note, *others = script.err.splitlines()
     assert others == [] and "no real images" in note and "dataset.root_dir" in note
@@ -160,7 +160,7 @@ def test_a_sample_depends_on_its_seed_class_and_number_alone(pixels: TrainedMode
         assert torch.equal(pixels.sample(classes=scalar, seed=np.int64(7)), images[3:4])  # type: ignore[arg-type]
     assert len(pixels.sample(classes=1, samples_per_class=torch.tensor(2), seed=-1)) == 2  # type: ignore[arg-type]
     assert len(images.flatten(1).unique(dim=0)) == 6
-    assert len(pixels.sample()) == len(CLASSES)  # as generate.py, without classes
+    assert len(pixels.sample()) == len(CLASSES)  # as `torchditan generate`, without classes
 
 
 def test_sampling_options_hold_for_one_call(pixels: TrainedModel, moved: dict[str, Path]) -> None:
@@ -289,12 +289,12 @@ def test_an_exported_file_draws_the_images_of_its_run(
     moved: dict[str, Path], tmp_path: Path, run_script: RunScript
 ) -> None:
     file = tmp_path / "model.safetensors"
-    assert run_script("scripts/convert_checkpoint.py", "export", moved["pixels"], file).code == 0
+    assert run_script("torchditan", "export", moved["pixels"], file).code == 0
     trained = load(file, options={"sampling.guidance_scale": 1.0})
     assert (trained.step, trained.weights, trained.config.sampling.guidance_scale) == (2, "ema", 1.0)
     run = load(moved["pixels"])
     assert torch.equal(load(str(file)).sample(classes=["yak", "dog"], seed=4), run.sample(classes=[3, 1], seed=4))
-    assert run_script("scripts/convert_checkpoint.py", "import", file, "imported").code == 0
+    assert run_script("torchditan", "import", file, "imported").code == 0
     assert load("imported").class_names == trained.class_names == run.class_names == list(CLASSES)
     for arguments, about in (({"step": 1}, "step = 1"), ({"weights": "raw"}, 'weights = "raw"')):
         with refused(about, str(file)):

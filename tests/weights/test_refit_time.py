@@ -55,6 +55,6 @@ def test_what_oscillates_faster_than_the_units_is_left_out_and_reported() -> Non
 def test_a_missing_run_and_a_wrong_name_are_refused(tmp_path: Path, run_script) -> None:  # type: ignore[no-untyped-def]
     with refused(str(tmp_path / "no")):
         refit_time(tmp_path / "no", tmp_path / "w.safetensors")
-    outcome = run_script("scripts/convert_checkpoint.py", "refit_time", "no", "w.pt")
+    outcome = run_script("torchditan", "refit_time", "no", "w.pt")
     assert outcome.code == 2
     assert_refused(outcome.err, 'OUT = "w.pt"', [".safetensors"])

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What users run: the commands of `torchditan`. The files in scripts/, and train.py, start the same code in a checkout.
+"""What users run: the commands of `torchditan`. train.py starts the same code in a checkout.
 
 Importing this package imports no other module, so that `torchditan --help` is fast.
 

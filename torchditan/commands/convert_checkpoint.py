@@ -213,15 +213,5 @@ def refit_time_of_file(argv: list[str]) -> None:
 
 
 def main() -> None:
-    from torchditan.config.errors import ConfigError
-
     commands = {"export": export_file, "import": import_file, "refit_time": refit_time_of_file}
-    command, argv = (sys.argv[1:2] or [""])[0], sys.argv[2:]
-    if command in ("-h", "--help"):
-        print(__doc__, end="")
-    elif command in commands:
-        commands[command](argv)
-    else:
-        raise ConfigError(
-            f"the first argument is {command or 'missing'}; must be export, import or refit_time, or --help"
-        )
+    commands[sys.argv[1]](sys.argv[2:])

@@ -13,7 +13,7 @@ from torchditan.run.reading import check_folder
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """Parses the script's own arguments and returns the configuration flags unparsed.
+    """Parses the command's own arguments and returns the configuration flags unparsed.
 
     Args:
         description: first text of `--help`.
@@ -31,7 +31,7 @@ class ScriptParser(argparse.ArgumentParser):
         )
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return (arguments of the script, configuration flags). Raises ConfigError for any other flag."""
+        """Return (arguments of the command, configuration flags). Raises ConfigError for any other flag."""
         arguments, flags = self.parse_known_args(argv)
         own = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         for flag in flags:

@@ -628,6 +628,7 @@ def override(config: Config, flags: Sequence[str] | Mapping[str, Any], *, sectio
     changed = build_config({**flatten(config), **values})
     for name in values:
         if name not in sections and name.split(".")[0] not in sections:
-            raise ConfigError(f"{name} cannot be changed here, only {', '.join(sections) or 'arguments of the script'}")
+            allowed = ", ".join(sections) or "arguments of the command"
+            raise ConfigError(f"{name} cannot be changed here, only {allowed}")
     validate(changed)
     return changed

@@ -16,8 +16,8 @@ def how_to_install(extra: str) -> str:
     return f"pip install 'torchditan[{extra}]'"
 
 
-def import_optional(module: str, *, extra: str, package: str | None = None) -> ModuleType:
-    """Import a module of an optional package. `package` is its name on PyPI; by default the module's.
+def import_optional(module: str, *, extra: str) -> ModuleType:
+    """Import a module of an optional package.
 
     Raises:
         ConfigError: the package is missing; the message contains the extra that installs it.
@@ -29,5 +29,4 @@ def import_optional(module: str, *, extra: str, package: str | None = None) -> M
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        name = package or module.split(".")[0]
-        raise ConfigError(f"the package {name} is missing: {how_to_install(extra)}") from error
+        raise ConfigError(f"the package {module.split('.')[0]} is missing: {how_to_install(extra)}") from error

