@@ -137,9 +137,6 @@ def test_a_file_with_more_layers_names_the_option_that_adds_them(
     assert found.keys() > expected.keys()
     for name, value in found.items():
         assert torch.allclose(value, expected.get(name, torch.zeros(1)), atol=1e-6), name
-    # The kohya file has zeros for to_k and to_v, which need no layer.
-    outcome = run_script("train.py", *job("sd3", tmp_path / "fourth", *start, *more))
-    assert outcome.code == 0 and "start at zero" not in outcome.out, outcome.err
 
 
 REFUSED = [
