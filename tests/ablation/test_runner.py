@@ -284,7 +284,7 @@ def test_killed_and_run_again_it_ends_with_the_ledger_of_an_undisturbed_grid(
     runner.send_signal(signal.SIGKILL)
     runner.communicate(timeout=30)
     runner = start_runner(tmp_path)
-    _, errors = runner.communicate(timeout=60)
+    _, errors = runner.communicate(timeout=240)
     assert (runner.returncode, errors) == (0, "")
     rows = read_ledger(tmp_path / "outputs" / "g", axes=list(small_grid(**axes).axes))
     assert without_timings(rows) == undisturbed
