@@ -3,11 +3,11 @@
 """Run short jobs with an older commit and with the working tree, and compare what they wrote, to the bit.
 
 python tests/same_as.py 64e3c53
-python tests/same_as.py 64e3c53 --cases quickstart_float32 fsdp
+python tests/same_as.py 64e3c53 --cases quickstart fsdp --folder /tmp/same_as
 
-A redesign keeps behaviour: losses, gradient norms, samples, exports and the figures of an evaluation stay the same.
-CPUs differ in their last bits, so both sides always run here, one after the other. All cases take about 10 minutes on
-two cores. Exit code 1 if anything differs, 0 if not.
+A redesign keeps behaviour: losses, gradient norms, samples, exported weights, the figures of an evaluation and the
+text of a plan stay the same. CPUs differ in their last bits, so both sides always run here, at the same time. With
+--folder, later calls run only the working tree. Exit code 1 if anything differs, 0 if not.
 
 pytest does not collect this file: it compares with history, which a clone of depth 1 lacks.
 """
@@ -15,182 +15,192 @@ pytest does not collect this file: it compares with history, which a clone of de
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-Command = list[str]
 
-NOT_COMPARED = ("_s", "per_image", "per_second", "per_device", "memory_gib", "reserved_gib", "_percent")
-"""Ends of names of times and memory, which no two runs share."""
-
-
-def train(*flags: str, ranks: int = 1) -> Command:
-    """A short deterministic training whose run is out/run; it logs every step."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    return [
-        *start,
-        "train.py",
-        *flags,
-        "--job.dump_folder=OUT",
-        "--metrics.experiment_name=run",
-        "--metrics.log_freq=1",
-        "--checkpoint.enable_checkpoint=true",
-        "--dataset.num_workers=0",
-    ]
-
-
-def twenty(config: str, *flags: str, precision: str = "float32", ranks: int = 1) -> Command:
-    short = ("--training.steps=20", "--validation.freq=10", "--metrics.sample_freq=20", "--checkpoint.interval=10")
-    samples = ("--sampling.num_steps=3", "--metrics.sample_batch_size=20")
-    chosen = f"--training.mixed_precision_param={precision}"
-    return train(f"--job.config_file={config}", *short, *samples, chosen, *flags, ranks=ranks)
-
-
-EXPORT = ["scripts/convert_checkpoint.py", "export", "OUT/run", "OUT/exported.safetensors"]
-GENERATE = ["scripts/generate.py", "OUT/run", "--sampling.num_steps=4", "--out=OUT/generated.png"]
-EVALUATE = [
-    "scripts/evaluate.py",
-    "OUT/run",
-    "--metrics",
-    "effnet",
-    "classifier",
-    "--num_samples=1300",
-    "--epochs=1",
-    "--sampling.num_steps=2",
-    "--out=OUT/card",
-]
-TWO_RANKS = ("--optimizer.lr=3e-3", "--training.global_batch_size=32")
+SHORT = {
+    "training.steps": 10,
+    "training.mixed_precision_param": "float32",
+    "dataset.num_workers": 0,
+    "validation.freq": 5,
+    "validation.num_images": 64,
+    "checkpoint.enable_checkpoint": "true",
+    "checkpoint.interval": 5,
+    "metrics.log_freq": 1,
+    "metrics.sample_freq": 5,
+    "metrics.sample_batch_size": 20,
+    "sampling.num_steps": 3,
+    "metrics.experiment_name": "run",
+    "job.dump_folder": "OUT",
+}
+"""Options of every training."""
+LORA = {
+    "model.name": "flux",
+    "model.flavor": "debugmodel",
+    "model.path": "INPUTS/pipeline",
+    "dataset.dataset_name": "captions",
+    "dataset.root_dir": "INPUTS/balls",
+    "dataset.image_size": 64,
+    "text_encoder.max_length": 8,
+    "text_encoder.dtype": "float32",
+    "training.mixed_precision_param": "bfloat16",
+    "training.batch_size": 5,
+    "diffusion.label_dropout": 0,
+    "validation.freq": 0,
+    "ema.enable": "false",
+    "metrics.enable_sampling": "false",
+    "sampling.guidance_scale": 1,
+    "lora.rank": 4,
+    "optimizer.lr": 1e-3,
+}
+ON_DIGITS = "--dataset.dataset_name=digits --autoencoder.name=haar --autoencoder.downsampling=2"
 
 
-def flux_lora(out: Path) -> list[Command]:
-    pipeline, images = out.parent / "pipeline", out.parent / "balls"
-    if not pipeline.exists():
-        sys.path[:0] = [str(ROOT / "tests/finetune"), str(ROOT / "tests")]
-        import tiny_pipelines
-
-        tiny_pipelines.save(tiny_pipelines.flux(), pipeline)
-        images.mkdir()
-        for number in range(5):
-            Image.new("RGB", (64, 64), (40 * number, 90, 200 - 30 * number)).save(images / f"{number}.png")
-            (images / f"{number}.txt").write_text(f"a ball of number {number}")
-    options = {
-        "model.name": "flux",
-        "model.flavor": "debugmodel",
-        "model.path": pipeline,
-        "dataset.dataset_name": "captions",
-        "dataset.root_dir": images,
-        "dataset.image_size": 64,
-        "text_encoder.max_length": 8,
-        "text_encoder.dtype": "float32",
-        "training.mixed_precision_param": "bfloat16",
-        "training.batch_size": 5,
-        "training.steps": 20,
-        "diffusion.label_dropout": 0,
-        "ema.enable": "false",
-        "metrics.enable_sampling": "false",
-        "sampling.guidance_scale": 1,
-        "lora.rank": 4,
-        "optimizer.lr": 1e-3,
-    }
-    lora = ["scripts/export_lora.py", "OUT/run", "OUT/exported.safetensors"]
-    return [train(*(f"--{key}={value}" for key, value in options.items())), lora]
+def train(config: str = "", options: dict[str, Any] | None = None, *, ranks: int = 1) -> str:
+    """A short training with the run directory OUT/run."""
+    launch = "torchditan" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks} -m torchditan"
+    flags = (f"--{key}={value}" for key, value in {**SHORT, **(options or {})}.items())
+    return " ".join([launch, "train", config, *flags])
 
 
-def haar_latents(out: Path) -> list[Command]:
-    encode = ["scripts/encode_latents.py", "OUT/latents", "--dataset.dataset_name=digits", "--autoencoder.name=haar"]
-    encode += ["--autoencoder.downsampling=2", "--dataset.num_workers=0"]
-    on_latents = ("--dataset.dataset_name=latents", "--dataset.root_dir=OUT/latents", "--model.patch_size=1")
-    return [encode, twenty("quickstart.toml", *on_latents), EXPORT, GENERATE]
+def on_ranks(ranks: int, *degrees: str, steps: int = 10) -> str:
+    """The quickstart with a tiny model on ranks, in groups of two."""
+    size = {"model.flavor": "debugmodel", "training.global_batch_size": 32, "training.steps": steps}
+    return train("quickstart", {**size, **{f"training.{degree}_degree": 2 for degree in degrees}}, ranks=ranks)
 
 
-def resumed(out: Path) -> list[Command]:
-    return [twenty("quickstart.toml", "--training.steps=10"), twenty("quickstart.toml"), EXPORT]
+SHARD, REPLICATE = "data_parallel_shard", "data_parallel_replicate"
+BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
+FIVE_STEPS = {"training.steps": 5}
+DDPM = {"model.preset": "official", "diffusion.objective": "ddpm", "sampling.sampler": "ancestral"}
+LATENTS = {"dataset.dataset_name": "latents", "dataset.root_dir": "OUT/latents", "model.patch_size": 1}
 
+EXPORT = "torchditan export OUT/run OUT/exported.safetensors"
+EXPORT_LORA = "torchditan export_lora OUT/run OUT/lora.safetensors"
+GENERATE = "torchditan generate OUT/run --sampling.num_steps=4 --out=OUT/generated.png"
+EVALUATE = "torchditan evaluate OUT/run --out=OUT/card --sampling.num_steps=2"
+CLASSIFY = f"{EVALUATE} --metrics classifier --num_samples=200 --epochs=1"
 
-def ranks(*degrees: str) -> Callable[[Path], list[Command]]:
-    def commands(out: Path) -> list[Command]:
-        return [twenty("quickstart.toml", *TWO_RANKS, *degrees, ranks=4 if len(degrees) == 2 else 2), EXPORT]
-
-    return commands
-
-
-SHARD, REPLICATE = "--training.data_parallel_shard_degree=2", "--training.data_parallel_replicate_degree=2"
-CASES: dict[str, Callable[[Path], list[Command]]] = {
-    "quickstart_float32": lambda out: [twenty("quickstart.toml"), EXPORT, GENERATE, EVALUATE],
-    "quickstart_bfloat16": lambda out: [twenty("quickstart.toml", precision="bfloat16"), EXPORT],
-    "resumed": resumed,
-    "earth_float32": lambda out: [twenty("earth.toml"), EXPORT, GENERATE],
-    "earth_bfloat16": lambda out: [twenty("earth.toml", precision="bfloat16"), EXPORT],
-    "haar_latents": haar_latents,
-    "flux_lora": flux_lora,
-    "fsdp": ranks(SHARD),
-    "ddp": ranks(REPLICATE),
-    "hsdp": ranks(SHARD, REPLICATE),
+CASES = {
+    "quickstart": [train("quickstart"), EXPORT, GENERATE, CLASSIFY],
+    "quickstart_bfloat16": [train("quickstart", BFLOAT16), EXPORT],
+    "quickstart_one_step": [train("quickstart_one_step", FIVE_STEPS), EXPORT],
+    "frechet_distance": [train("quickstart", FIVE_STEPS), f"{EVALUATE} --metrics effnet --num_samples=1300"],
+    "resumed": [train("quickstart", FIVE_STEPS), train("quickstart"), EXPORT],
+    "ddpm": [train("quickstart", DDPM), EXPORT],
+    "earth": [train("earth"), EXPORT],
+    "earth_bfloat16": [train("earth", BFLOAT16)],
+    "scenes": [train("scenes", FIVE_STEPS), EXPORT],
+    "haar_latents": [f"torchditan encode OUT/latents {ON_DIGITS}", train("quickstart", LATENTS), EXPORT, GENERATE],
+    "flux_lora": [train("", LORA), EXPORT_LORA],
+    "flux_lora_int8": [train("", {**LORA, "quantize.base": "int8"}), EXPORT_LORA],
+    "fsdp": [on_ranks(2, SHARD), EXPORT],
+    "ddp": [on_ranks(2, REPLICATE), EXPORT],
+    "hsdp": [on_ranks(4, SHARD, REPLICATE), EXPORT],
+    "context_parallel": [on_ranks(2, "context_parallel"), EXPORT],
+    "resumed_on_2_ranks": [on_ranks(2, SHARD, steps=5), on_ranks(2, SHARD), on_ranks(1, steps=15), EXPORT],
+    "imported_dit": [
+        f"torchditan import INPUTS/DiT.pt OUT/run --format=dit --num_heads=4 {ON_DIGITS}"
+        " --autoencoder.shift=0 --autoencoder.scale=1",
+        EXPORT,
+        GENERATE,
+    ],
+    "plans": [
+        "torchditan plan quickstart --device=cpu",
+        "torchditan plan dit_7b --device=h100 --num_devices=8",
+        "torchditan plan sd3_medium_lora_int8 --device=l4 --dataset.image_size=1024",
+    ],
 }
 
 
-def run(tree: Path, commands: list[Command], out: Path) -> None:
-    """Run commands in a tree, with its own package.
+def write_inputs(folder: Path) -> None:
+    """A DiT file and a FLUX pipeline with random weights, and pictures with captions."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/finetune")]
+    import tiny_pipelines
+    import torch
+    from own_reading import DIT, random_weights
+
+    (folder / "balls").mkdir(parents=True)
+    torch.save(random_weights(replace(DIT, side=4)), folder / "DiT.pt")
+    tiny_pipelines.save(tiny_pipelines.flux(), folder / "pipeline")
+    for number in range(5):
+        Image.new("RGB", (64, 64), (40 * number, 90, 200 - 30 * number)).save(folder / f"balls/{number}.png")
+        (folder / f"balls/{number}.txt").write_text(f"a ball of number {number}")
+
+
+def run(tree: Path, commands: list[str], out: Path, inputs: Path) -> None:
+    """Run commands with the package of a tree. What a plan prints becomes a file.
 
     Raises:
         SystemExit: a command failed.
     """
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    for command in commands:
-        line = [sys.executable, *(word.replace("OUT", str(out)) for word in command)]
+    modules = {"torchditan": "torchditan", "torchrun": "torch.distributed.run"}
+    for number, command in enumerate(commands):
+        name, *words = (word.replace("OUT", str(out)).replace("INPUTS", str(inputs)) for word in command.split())
+        line = [sys.executable, "-m", modules[name], *words]
         done = subprocess.run(line, cwd=tree, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(line)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}\nexit code {done.returncode}")
+        if words[0] == "plan":
+            (out / f"plan_{number}.txt").write_text(done.stdout)
+    (out / "commands").write_text("\n".join(commands))
 
 
 def what_differs(old: Path, new: Path) -> Iterator[str]:
-    """What two runs wrote and do not share, a line each."""
-    yield from _records(old / "run/metrics.jsonl", new / "run/metrics.jsonl")
-    if (old / "exported.safetensors").exists():
-        yield from _tensors(old / "exported.safetensors", new / "exported.safetensors")
-    pictures = [*(old / "run/samples").glob("step_*.png"), *old.glob("generated.png")]
-    for picture in pictures:
-        other = new / picture.relative_to(old)
-        if not other.exists() or not np.array_equal(_pixels(picture), _pixels(other)):
-            yield f"{picture.relative_to(old)}: other pixels"
-    if (old / "card").exists():
-        yield from _cards(next(old.rglob("card.json")), next(new.rglob("card.json")))
-
-
-def _pixels(file: Path) -> np.ndarray:
-    return np.asarray(Image.open(file).convert("RGB"))
+    """What two sides wrote and do not share, a line each."""
+    wrote = ("run/metrics.jsonl", "run/samples/step_*.png", "*.png", "*.safetensors", "card/**/card.json", "*.txt")
+    files = [file.relative_to(old) for pattern in wrote for file in sorted(old.glob(pattern))]
+    assert files, f"{old}: nothing to compare"
+    for file in files:
+        if (new / file).exists():
+            yield from (f"{file}: {line}" for line in COMPARISONS[file.suffix](old / file, new / file))
+        else:
+            yield f"{file}: missing"
 
 
 def _records(old: Path, new: Path) -> Iterator[str]:
-    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in (old, new)]
-    if [row["step"] for row in rows[0]] != [row["step"] for row in rows[1]]:
-        yield f"steps: {[row['step'] for row in rows[0]]} and {[row['step'] for row in rows[1]]}"
+    before, after = ([json.loads(line) for line in file.read_text().splitlines()] for file in (old, new))
+    if [row["step"] for row in before] != [row["step"] for row in after]:
+        yield f"steps {[row['step'] for row in before]} and {[row['step'] for row in after]}"
         return
-    for before, after in zip(*rows, strict=True):
-        for name in before:
-            if not name.endswith(NOT_COMPARED) and before[name] != after.get(name):
-                yield f"step {before['step']}: {name} {before[name]} and {after.get(name)}"
+    for one, other in zip(before, after, strict=True):
+        for name in one:
+            is_result = "loss" in name or name in ("grad_norm", "lr", "images_seen")
+            if is_result and one[name] != other.get(name):
+                yield f"step {one['step']}: {name} {one[name]} and {other.get(name)}"
 
 
 def _tensors(old: Path, new: Path) -> Iterator[str]:
     before, after = load_file(old), load_file(new)
     if before.keys() != after.keys():
-        yield f"{old.name}: other names: {sorted(before.keys() ^ after.keys())}"
-        return
-    changed = [name for name in before if not before[name].equal(after[name])]
-    if changed:
-        yield f"{old.name}: {len(changed)} of {len(before)} tensors, first {changed[0]}"
+        yield f"other names: {sorted(before.keys() ^ after.keys())}"
+    elif changed := [name for name in before if not before[name].equal(after[name])]:
+        yield f"{len(changed)} of {len(before)} tensors, first {changed[0]}"
+
+
+def _pictures(old: Path, new: Path) -> Iterator[str]:
+    if not np.array_equal(*(np.asarray(Image.open(file).convert("RGB")) for file in (old, new))):
+        yield "other pixels"
 
 
 def _cards(old: Path, new: Path) -> Iterator[str]:
@@ -198,7 +208,15 @@ def _cards(old: Path, new: Path) -> Iterator[str]:
     for name, figure in before.items():
         for part in ("value", "low", "high", "per_seed"):
             if figure[part] != after.get(name, {}).get(part):
-                yield f"card: {part} of {name} {figure[part]} and {after.get(name, {}).get(part)}"
+                yield f"{part} of {name} {figure[part]} and {after.get(name, {}).get(part)}"
+
+
+def _texts(old: Path, new: Path) -> Iterator[str]:
+    before, after = (file.read_text().splitlines() for file in (old, new))
+    yield from difflib.unified_diff(before, after, n=0, lineterm="")
+
+
+COMPARISONS = {".jsonl": _records, ".safetensors": _tensors, ".png": _pictures, ".json": _cards, ".txt": _texts}
 
 
 def main() -> None:
@@ -208,27 +226,30 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep both sides there; what the older side wrote is used again")
     args = parser.parse_args()
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="same_as_"))).resolve()
-    tree = folder / args.commit
+    commit = subprocess.check_output(["git", "rev-parse", "--short", args.commit], cwd=ROOT, text=True).strip()
+    tree, inputs = folder / commit / "tree", folder / "inputs"
     if not tree.exists():
         tree.mkdir(parents=True)
-        archive = subprocess.run(["git", "archive", args.commit], cwd=ROOT, check=True, capture_output=True).stdout
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
+    if not inputs.exists():
+        write_inputs(inputs)
     differ = 0
     for case in args.cases:
-        old, new = folder / case / "old", folder / case / "new"
-        shutil.rmtree(new, ignore_errors=True)
-        commands = CASES[case](old)
-        if not (old / "done").exists():
-            shutil.rmtree(old, ignore_errors=True)
-            run(tree, commands, old)
-            (old / "done").touch()
-        run(ROOT, commands, new)
+        start, commands = time.perf_counter(), CASES[case]
+        old, new = folder / commit / case, folder / "new" / case
+        sides = [(ROOT, new)]
+        if not (old / "commands").exists() or (old / "commands").read_text() != "\n".join(commands):
+            sides.append((tree, old))
+        with ThreadPoolExecutor(2) as both:
+            list(both.map(lambda side, commands=commands: run(side[0], commands, side[1], inputs), sides))
         lines = list(what_differs(old, new))
         differ += bool(lines)
-        print(f"{case}: {'same' if not lines else f'{len(lines)} differences'}", *lines[:8], sep="\n  ", flush=True)
+        verdict = f"{len(lines)} differences" if lines else "same"
+        print(f"{case}: {verdict}, {time.perf_counter() - start:.0f} s", *lines[:8], sep="\n  ", flush=True)
     if args.folder is None:
         shutil.rmtree(folder)
-    print(f"{len(args.cases) - differ} of {len(args.cases)} cases are the same as {args.commit}, to the bit")
+    print(f"{len(args.cases) - differ} of {len(args.cases)} cases are the same as {commit}, to the bit")
     sys.exit(differ > 0)
 
 
