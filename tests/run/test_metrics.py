@@ -235,7 +235,8 @@ def test_a_log_file_gets_plain_lines_with_an_eta(make, clock):
     logger.add_figures(10, "validation", {"validation_loss": 0.25})
     logger.message("wrote a grid")
     logger.close()
-    line, validation, message = stream.getvalue().splitlines()
+    end, line, validation, message = stream.getvalue().splitlines()
+    assert end.startswith("about 0:00:45 left: ")
     assert line.startswith("step  10/100  loss 0.5000  grad 1.500  lr 1.0e-04")
     assert validation == "step  10/100  val 0.2500  ETA 0:00:45"
     assert "16.0 images/s" in line and "MFU 16.0%" in line and line.endswith("ETA 0:00:45")
@@ -283,8 +284,8 @@ def test_the_bar_never_mixes_with_lines(make, clock, monkeypatch):
     logger.message("wrote a grid")
     train(logger, clock, 10)
     logger.log(20, loss=0.5, grad_norm=1.5, lr=1e-4)
-    message, line, bar = screen(stream.getvalue())
-    assert message == "wrote a grid"
+    end, message, line, bar = screen(stream.getvalue())
+    assert end.startswith("about 0:00:45 left: ") and message == "wrote a grid"
     assert line.startswith("step  20/100")
     assert bar == " 20% [##........] step 20/100  ETA 0:00:40"
     train(logger, clock, 1)
@@ -302,7 +303,7 @@ def test_the_bar_never_wraps_and_is_drawn_a_few_times_a_second(make, clock, monk
     train(logger, clock, 50, seconds=0.01)
     drawn = stream.getvalue().split("\r\x1b[2K")
     assert 4 <= len(drawn) <= 6
-    assert max(map(len, drawn)) == 19
+    assert max(len(text.rpartition("\n")[2]) for text in drawn) == 19
 
 
 @pytest.mark.parametrize(("enabled", "no_color", "colored"), [(True, "", True), (False, "", False), (True, "1", False)])
