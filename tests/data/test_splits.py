@@ -297,7 +297,9 @@ def test_names_match_in_both_forms_of_unicode(tmp_path: Path) -> None:
     write(tmp_path / "a", {f"{decomposed}.png": picture(1), f"{composed}.txt": "a cup"})
     row = json.dumps({"file_name": f"{composed}.png", "text": "a cup"})
     write(tmp_path / "b", {f"{decomposed}.png": picture(1), "metadata.jsonl": row})
-    for folder in "ab":
+    row = json.dumps({"file_name": f"{decomposed}.png", "text": "a cup"})
+    write(tmp_path / "c", {f"{composed}.png": picture(1), "metadata.jsonl": row})
+    for folder in "abc":
         assert opened(tmp_path / folder, "captions").captions == ["a cup"]
 
 
