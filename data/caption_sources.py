@@ -190,15 +190,14 @@ def read_hub(config: options.Dataset, split: Split) -> Source:
     """A split of `dataset.hub_name`."""
     assert config.hub_name is not None
     names = find_splits(config.hub_name)
-    entries = []
-    for name in names[split if names["validation"] else "train"]:
-        rows = load_rows(config.hub_name, name, streaming=False)
-        datasets = import_optional("datasets", extra="hub")
-        if isinstance(rows.features.get(config.image_key), datasets.Image):
-            rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
-        refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
-        entries += _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
-    return Source(entries, bool(names["validation"]), describe_parts(names, what="split"))
+    is_divided = bool(names["validation"])
+    rows = load_rows(config.hub_name, names[split if is_divided else "train"][0], streaming=False)
+    datasets = import_optional("datasets", extra="hub")
+    if isinstance(rows.features.get(config.image_key), datasets.Image):
+        rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
+    refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
+    entries = _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
+    return Source(entries, is_divided, describe_parts(names, what="split"))
 
 
 def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Refusal) -> list[Entry]:

@@ -10,7 +10,7 @@ Notable:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.datasets.images import Crop, corrupt_image, load_sample
-from torchditan.datasets.splits import PARTS, Part, part_of, part_of_file
+from torchditan.datasets.splits import PARTS, Part, describe_parts, part_of, part_of_file
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,6 +37,7 @@ class HubRows:
     sample_shape: tuple[int, ...]
     horizontal_flip: bool
     crop: Crop
+    reading: Sequence[str]
 
     def encoded(self, row: dict[str, Any], *, where: str) -> bytes:
         image = row[self.image_key]  # {"bytes", "path"}, undecoded
@@ -167,8 +168,9 @@ def open_hub(
         right = "needs an image's number, which a streamed dataset does not have; must be center or adm"
         raise option_error("dataset.crop", config.crop, right)
     names = find_splits(hub_name)
-    held_out = names["validation"] or names["test"]  # of CIFAR-10 and many others, only test images are held out
-    chosen = names["train"] if split == "train" else held_out
+    if not names["validation"]:  # of CIFAR-10 and many others, only test images are held out
+        names = {**names, "validation": names["test"], "test": []}
+    chosen = names[split]
     if not chosen:
         right = f"has no validation split, only {', '.join(names['train'])}"
         raise option_error("dataset.hub_name", hub_name, right)
@@ -205,6 +207,7 @@ def open_hub(
         "sample_shape": sample_shape,
         "horizontal_flip": horizontal_flip,
         "crop": config.crop,
+        "reading": describe_parts(names, what="split"),
     }
     if config.streaming:
         import_optional("torchdata", extra="hub")
@@ -213,11 +216,15 @@ def open_hub(
 
 
 def find_splits(hub_name: str) -> dict[Part, list[str]]:
-    """Part -> the names of its splits in a hub dataset."""
-    names = _on_hub(hub_name, "get_dataset_split_names")
+    """Part -> the name of its split in a hub dataset, if it has one; "beside" has the other splits.
+
+    `train` comes before `train_small`, which may be a part of it.
+    """
+    names: list[str] = _on_hub(hub_name, "get_dataset_split_names")
     found: dict[Part, list[str]] = {part: [] for part in PARTS}
-    for name in names:
-        found[part_of(name) or part_of_file(name) or "beside"].append(name)
+    for name in sorted(names, key=lambda name: part_of(name) is None):
+        part = part_of(name) or part_of_file(name) or "beside"
+        found[part if not found[part] else "beside"].append(name)
     if not found["train"]:
         raise option_error("dataset.hub_name", hub_name, f"has no train split; its splits are {', '.join(names)}")
     return found

@@ -218,7 +218,7 @@ _WHITE_IS_ZERO, _SIGNED = 0, 2
 
 
 def _tag(image: Image.Image, tag: int, default: Any) -> Any:
-    """The first value of a tag of a TIFF; `default` if it has none, or the image is no TIFF."""
+    """The first value of a tag of a TIFF; `default` if it has none, or the image is not a TIFF."""
     value = getattr(image, "tag_v2", {}).get(tag, default)
     return value[0] if isinstance(value, tuple) and value else value
 

@@ -264,7 +264,7 @@ def test_the_first_item_may_be_latents_of_one_of_several_shapes_or_unreadable(mo
 def test_samples_that_may_be_in_0_to_1_get_a_line(
     low: float, num_lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bright pictures are no mistake; the last sample tells."""
+    """Bright pictures are accepted: the last sample has negative values."""
 
     class Bright(Mine):
         def __getitem__(self, index: int) -> dict[str, Any]:

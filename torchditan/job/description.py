@@ -32,7 +32,8 @@ def describe_data(dataset: Any, held_out: Any, *, encoded: tuple[int, ...] | Non
     if dataset.class_names:
         lines.append(f"  {len(dataset.class_names):,} classes: {some(dataset.class_names, most=_MOST_CLASSES)}")
     lines += [f"  {line}" for line in dataset.reading]
-    if held_out is not None and not any(line.startswith("held out") for line in dataset.reading):
+    is_counted = held_out is not None and not isinstance(held_out, SequentialDataset)
+    if is_counted and not any(line.startswith("held out") for line in dataset.reading):
         lines.append(f"  held out: {len(held_out):,} images")
     return [printable(line) for line in lines]
 

@@ -44,11 +44,12 @@ def preview(config: Config) -> list[str]:
     known = config.fill_in(found)
     lines = describe_data(dataset, held_out)
     lines += describe_memory(known, device=rank.device, num_devices=rank.world_size)
+    space = None if dataset.index is None else open_space(config, dataset, device=rank.device)
     samples, labels = [], []
     for item in islice(_readable(dataset, skips=config.dataset.corrupt_images == "skip"), NUM_SAMPLES):
         sample = item["sample"]
-        if dataset.index is not None:
-            sample = open_space(config, dataset, device=rank.device).to_pixels(sample[None])[0].cpu()
+        if space is not None:
+            sample = space.to_pixels(sample[None])[0].cpu()
         samples.append(_fit(stills(sample[None, None])[0, 0]))
         names = dataset.class_names
         labels.append(item["caption"] if "caption" in item else names[int(item["class_label"])] if names else "")
@@ -62,7 +63,10 @@ def preview(config: Config) -> list[str]:
 def _readable(dataset: Any, *, skips: bool) -> Any:
     """Items spread over the dataset, in random order."""
     if isinstance(dataset, SequentialDataset):
-        yield from dataset.iterate(rank=0, world_size=1)
+        for item in dataset.iterate(rank=0, world_size=1):
+            if isinstance(item, Exception):  # an unreadable image: a worker could not raise it
+                raise item
+            yield item
     for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
         try:
             yield dataset[index]
@@ -80,5 +84,5 @@ def _fit(sample: torch.Tensor) -> torch.Tensor:
     image = F.interpolate(sample[None].float(), size=size, **mode)[0]  # type: ignore[arg-type]
     canvas = torch.full((3, _SIDE, _SIDE), 0.7)
     top, left = (_SIDE - size[0]) // 2, (_SIDE - size[1]) // 2
-    canvas[:, top : top + size[0], left : left + size[1]] = image if channels >= 3 else image[:1]
+    canvas[:, top : top + size[0], left : left + size[1]] = image[:3] if channels >= 3 else image[:1]
     return canvas
