@@ -562,6 +562,7 @@ def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(
         sample_shape=(3, 4, 4),
         horizontal_flip=False,
         crop="center",
+        reading=[],
         corrupt_images="error",
     )
     plan = BatchPlan(batch_size=4, global_batch_size=4)
