@@ -20,6 +20,7 @@ from torchditan.data_stream.datasets import Batch, CorruptImageError, ImageDatas
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.streamed import SequentialStream
+from torchditan.data_stream.workers import end_loader_workers
 from torchditan.diffusion.objectives import Objective
 from torchditan.job.build import build_stream
 from torchditan.randomness import draw
@@ -571,6 +572,7 @@ def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(
     )
     with pytest.raises(CorruptImageError):
         list(itertools.islice(stream.batches(0), 3))
+    end_loader_workers()
 
 
 def png() -> bytes:
