@@ -34,7 +34,6 @@ DATASETS = Registry(
         "earth": "torchditan.datasets.earth:build",
         "folder": "torchditan.datasets.folder:build",
         "imagenet": "torchditan.datasets.imagenet:build",
-        "imagenet_dummy": "torchditan.datasets.latents:build",  # an old name; see config/legacy_keys.py
         "imagenet_hub": "torchditan.datasets.imagenet:build_hub",
         "latents": "torchditan.datasets.latents:build",
         "scenes": "torchditan.datasets.scenes:build",
@@ -42,10 +41,7 @@ DATASETS = Registry(
     },
 )
 """`dataset.dataset_name`: functions `build` as above."""
-INDEXED = (
-    *("captions", "digits", "dummy", "earth", "folder", "imagenet", "imagenet_dummy", "latents", "scenes"),
-    "webdataset",
-)
+INDEXED = (*("captions", "digits", "dummy", "earth", "folder", "imagenet", "latents", "scenes", "webdataset"),)
 """Datasets of this package that never stream: refused before their data is opened."""
 CAPTION_OPTIONS = (
     "caption_from",

@@ -19,12 +19,11 @@ NEEDS = {
     "cifar10": "a folder of data_batch_*.bin, a parquet file or folder, or dataset.hub_name uoft-cs/cifar10",
     "folder": "a folder of images, or of one subfolder per class",
     "imagenet": "a folder with train/ and val/, one subfolder per class in each",
-    "imagenet_dummy": _LATENTS,
     "latents": _LATENTS,
     "webdataset": "a folder of .tar shards, one of them, a pattern such as a-{00..99}.tar, or an address (s3://...)",
 }
 """Content of `dataset.root_dir`, for datasets whose folder train.py checks before it imports torch."""
-DEFAULT_ROOTS = {"imagenet_dummy": PUBLIC_FILE, "latents": PUBLIC_FILE}
+DEFAULT_ROOTS = {"latents": PUBLIC_FILE}
 
 
 def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tuple[int, int]:

@@ -14,9 +14,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from torchditan.ablation.grid import load_grid
-from torchditan.config import loader as config_loader
 from torchditan.config.errors import ConfigError
-from torchditan.config.legacy_keys import FLAVORS, LEGACY_KEYS, PRESET
+from torchditan.config.legacy_keys import FLAVORS, LEGACY_KEYS
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config
 from torchditan.models import build_model_spec
@@ -180,36 +179,6 @@ def write_public(path: Path, size: int = 32) -> None:
     """A small file with the contents of the public one."""
     latents = torch.randint(-128, 128, (8, 16, size, size), dtype=torch.int8)
     save_file({"latents": latents, "labels": torch.arange(8, dtype=torch.int16)}, path)
-
-
-@pytest.mark.parametrize("preset", ["torchditan", PRESET])
-def test_a_run_keeps_the_sizes_it_was_begun_with(preset: str, run_script: RunScript) -> None:
-    name = ["--model.name=dit", f"--model.preset={preset}"]
-    flags = ["--model.patch_size=4", "--dataset.dataset_name=digits", "--metrics.experiment_name=run"]
-    flags += ["--checkpoint.enable_checkpoint", *QUICK]
-    assert run_script("train.py", *flags, *name).code == 0
-    again = run_script("train.py", *flags, "--model.name=llama3_diffusion", "--training.steps=3")
-    assert again.code == 0, again.err
-    assert "resumed at step 2" in again.out
-    assert ("keeps them" in again.err) == (preset == "torchditan")
-
-
-def test_a_run_begun_with_imagenet_dummy_as_the_public_file_resumes(
-    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_public(tmp_path / "imagenet_ci8x8.safetensors")
-    flags = ["--model.patch_size=8", "--metrics.experiment_name=run", "--checkpoint.enable_checkpoint", *QUICK]
-    with monkeypatch.context() as before:  # commit 36e2f02 read the name so, and stored it as it was typed
-        before.setattr(config_loader, "adopt_names", lambda values, **_: (values, []))
-        first = run_script("train.py", *flags, "--dataset.dataset_name=imagenet_dummy")
-    assert first.code == 0, first.err
-    for name in ("imagenet_dummy", "latents"):
-        steps = 3 if name == "imagenet_dummy" else 4
-        again = run_script("train.py", *flags, f"--dataset.dataset_name={name}", f"--training.steps={steps}")
-        assert again.code == 0, again.err
-        assert f"resumed at step {steps - 1}" in again.out
-        assert "the public file" in again.err
-    assert read_config(tmp_path / "outputs" / "run")["config"]["dataset"]["dataset_name"] == "imagenet_dummy"
 
 
 def test_the_newest_file_trains_on_its_latents_and_the_pixel_file_on_images(

@@ -262,16 +262,13 @@ def test_without_a_place_the_public_file_in_the_working_directory_is_read(
     latents = write_public(tmp_path / "imagenet_ci8x8.safetensors", [0, 2, 1, 2])
     held_out = write_public(tmp_path / "imagenet_ci8x8_val.safetensors", [1, 0])
     for root in (None, tmp_path, tmp_path / "imagenet_ci8x8.safetensors"):
-        for name in ("imagenet_dummy", "latents"):  # the former in runs of before
-            dataset = open_latents(root, name=name)
-            assert (len(dataset), dataset.sample_shape, dataset.horizontal_flip) == (4, (16, 2, 2), False)
-            assert dataset.class_names == ["class 0", "class 1", "class 2"]
-            assert dataset[1]["class_label"] == 2
-            shift, scale = (
-                torch.tensor(values)[:, None, None] for values in (dataset.index.shift, dataset.index.scale)
-            )
-            torch.testing.assert_close(dataset[1]["sample"], (latents[1] * (16 / 255) - shift) * scale)
-            validation = open_latents(root, "validation", name=name)
-            torch.testing.assert_close(validation[0]["sample"], (held_out[0] * (16 / 255) - shift) * scale)
+        dataset = open_latents(root)
+        assert (len(dataset), dataset.sample_shape, dataset.horizontal_flip) == (4, (16, 2, 2), False)
+        assert dataset.class_names == ["class 0", "class 1", "class 2"]
+        assert dataset[1]["class_label"] == 2
+        shift, scale = (torch.tensor(values)[:, None, None] for values in (dataset.index.shift, dataset.index.scale))
+        torch.testing.assert_close(dataset[1]["sample"], (latents[1] * (16 / 255) - shift) * scale)
+        validation = open_latents(root, "validation")
+        torch.testing.assert_close(validation[0]["sample"], (held_out[0] * (16 / 255) - shift) * scale)
     (tmp_path / "imagenet_ci8x8_val.safetensors").unlink()
-    refuse("has no validation latents", tmp_path, "validation", name="imagenet_dummy")
+    refuse("has no validation latents", tmp_path, "validation")

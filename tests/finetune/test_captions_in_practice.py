@@ -235,7 +235,7 @@ def test_a_negative_prompt_without_effect_is_refused_or_named() -> None:
 
 
 def test_grids_keep_their_prompts_and_noise_over_steps_and_a_resume(tmp_path: Path, run_script: RunScript) -> None:
-    """Weights that do not change draw the same pictures, also after the file of the prompts changed."""
+    """Weights that do not change draw the same pictures."""
     captions = {f"{i}.png": {"text": f"a ball, number {i}"} for i in range(4)}
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\ufeff# two\n\n一只猫\r\n  @a red ball \n", encoding="utf-8")
@@ -243,10 +243,9 @@ def test_grids_keep_their_prompts_and_noise_over_steps_and_a_resume(tmp_path: Pa
     flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--sampling.images_per_class=2"]
     flags += ["--dataset.held_out=2"]
 
-    def train(name: str, *more: str) -> str:
+    def train(name: str, *more: str) -> None:
         outcome = run_script("torchditan", "train", *tiny_runs.job(tmp_path / name, *tiny_runs.KEEP, *flags, *more))
         assert outcome.code == 0, outcome.err
-        return outcome.err
 
     def grids(name: str) -> list[tuple[torch.Tensor, list[str]]]:
         found = [read_cells(path) for path in sorted((tmp_path / name / "samples").glob("step_*.png"))]
@@ -254,10 +253,7 @@ def test_grids_keep_their_prompts_and_noise_over_steps_and_a_resume(tmp_path: Pa
 
     for name, more in (("captions", []), ("file", ["--sampling.prompts", f"@{prompts}"])):
         train(name, "--training.steps=2", *more)
-        if name == "file":
-            prompts.write_text("another")
-        err = train(name, "--training.steps=4", *more)
-        assert ("keeps the 2 prompts" in err) == (name == "file")
+        train(name, "--training.steps=4", *more)
         (first, labels), *others = grids(name)
         assert len(others) == 3 and not torch.equal(first[0, 0], first[0, 1])
         assert all(torch.equal(first, cells) and labels == found for cells, found in others)
@@ -265,6 +261,7 @@ def test_grids_keep_their_prompts_and_noise_over_steps_and_a_resume(tmp_path: Pa
     text = (tmp_path / "file/samples/step_00000004.labels.txt").read_text(encoding="utf-8")
     assert text == "row 1: 一只猫\nrow 2: @a red ball\n"
     assert not list((tmp_path / "captions/samples").glob("*.txt"))
+    prompts.write_text("another")
     drawn = run_script("torchditan", "generate", tmp_path / "captions", "--prompts", f"@{prompts}", "a blue ball")
     assert drawn.code == 0 and "samples: " in drawn.out, drawn.err
     found = read_cells(next((tmp_path / "captions/samples").glob("generated*.png")))

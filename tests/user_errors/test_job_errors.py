@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-DATASETS = "captions, cifar10, digits, dummy, earth, folder, imagenet, imagenet_dummy, imagenet_hub, latents"
+DATASETS = "captions, cifar10, digits, dummy, earth, folder, imagenet, imagenet_hub, latents"
 DATASETS += ", scenes, webdataset"
 SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=2"]
 SMALL += ["--training.steps=4", "--metrics.log_freq=1", "--metrics.enable_sampling=false"]

@@ -137,7 +137,7 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool, is_encoded: 
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset, build_stored_latents
 
-    if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
+    if config.dataset.dataset_name == "latents":
         right = "is already encoded; --convert converts the public ImageNet file to shards"
         raise option_error("dataset.dataset_name", config.dataset.dataset_name, right)
     if config.dataset.streaming:

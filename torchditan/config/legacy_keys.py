@@ -106,23 +106,41 @@ def adopt_legacy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], 
     notes = []
     if kept.get("model.name") == MODEL_NAME:
         kept["model.name"] = "dit"
-        kept.setdefault("model.preset", PRESET)
         if kept.get("model.flavor") == "DiT-0.5B":
             kept["model.flavor"] = "DiT-L"
             notes.append("model.flavor DiT-0.5B: read as DiT-L, which the course project calls 0.5B")
+        if kept.get("model.flavor", FLAVORS[0]) in FLAVORS:  # other sizes are equal
+            kept.setdefault("model.preset", PRESET)
     if kept.get("optimizer.name") == "Adam":
         if kept.get("optimizer.weight_decay"):
             right = "optimizer.name Adam is read as AdamW without decay; leave one of them out"
             raise option_error("optimizer.weight_decay", kept["optimizer.weight_decay"], right)
         kept["optimizer.name"] = "AdamW"
         notes.append("optimizer.name Adam: read as AdamW without weight decay, which is the same update")
-    is_of_course_project = bool(ignored) or kept.get("model.preset") == PRESET
+    is_of_course_project = bool(ignored) or PRESET in (kept.get("model.preset"), values.get("model.name"))
     if is_of_course_project and kept.get("metrics.enable_tensorboard") is True:
         kept.setdefault("metrics.legacy_tags", True)
     if type(kept.get("training.batch_size")) is int and kept["training.batch_size"] == -1:
         kept["training.batch_size"] = None
         notes.append("training.batch_size -1: left open: global_batch_size divided by the ranks, or 16 per rank")
-    return kept, ignored, notes
+    dataset, meaning = _adopt_dataset(values)
+    return {**kept, **dataset}, ignored, [*notes, *meaning]
+
+
+def _adopt_dataset(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return (the options of `[dataset]` that change, a line on the name)."""
+    key, name, root = "dataset.dataset_name", values.get("dataset.dataset_name"), str(values.get("dataset.root_dir"))
+    if name == "imagenet_pixel":
+        return {key: "imagenet"}, [f"{key} {name}: pixels"]
+    if name == "imagenet" and root.endswith(".safetensors"):
+        return {key: "latents"}, [f"{key} {name}: the latents of {root}"]
+    if name == "imagenet" and values.get("model.name") == MODEL_NAME:
+        return {}, [f"{key} {name}: pixels; for latents dataset.root_dir must be a .safetensors file"]
+    if name == "imagenet_dummy":
+        zeros = "zeros, and no file is read; for latents from a file use --dataset.dataset_name latents"
+        fill = values.get("dataset.dummy_fill", "zeros")
+        return {key: "dummy", "dataset.dummy_fill": fill}, [f"{key} {name}: {zeros}"]
+    return {}, []
 
 
 def _check_value(name: str, value: Any) -> None:
@@ -132,66 +150,3 @@ def _check_value(name: str, value: Any) -> None:
     neutral, reason = rule
     if type(value) is not type(neutral) or value != neutral:
         raise option_error(name, value, f"{reason}; leave it out")
-
-
-def adopt_names(
-    values: Mapping[str, Any], *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[str]]:
-    """Read dataset names and model sizes with the meaning they have in the course project.
-
-    Args:
-        values: all options.
-        given: the options as given by the user.
-        stored: sections of the run that this one continues, which keeps the meaning of its names; {} for a new run.
-
-    Returns:
-        All options; a line on each changed name.
-    """
-    dataset, dataset_notes = _adopt_dataset(values, given=given, stored=stored)
-    preset, preset_notes = _adopt_preset(values, given=given, stored=stored)
-    return {**values, **dataset, **preset}, [*dataset_notes, *preset_notes]
-
-
-def _adopt_dataset(
-    values: Mapping[str, Any], *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return (changed options, a line on the name)."""
-    name, root = values["dataset.dataset_name"], values["dataset.root_dir"]
-    # In older runs the name means the public file of latents, not zeros.
-    is_old_run = stored.get("dataset", {}).get("dataset_name") == "imagenet_dummy"
-    meaning = None
-    changed = {"dataset.dataset_name": name}
-    if name == "imagenet_pixel":
-        changed["dataset.dataset_name"], meaning = "imagenet", "pixels"
-    elif name == "imagenet" and root is not None and root.endswith(".safetensors"):
-        changed["dataset.dataset_name"], meaning = "latents", f"the latents of {root}"
-    elif name == "imagenet" and given.get("model.name") == MODEL_NAME:
-        meaning = "pixels; for latents dataset.root_dir must be a .safetensors file"
-    elif name == "imagenet_dummy" and not is_old_run:
-        changed["dataset.dataset_name"], meaning = (
-            "dummy",
-            "zeros, and no file is read; for latents from a file use --dataset.dataset_name latents",
-        )
-        if "dataset.dummy_fill" not in given:
-            changed["dataset.dummy_fill"] = "zeros"
-    if is_old_run and changed["dataset.dataset_name"] in ("imagenet_dummy", "latents"):
-        changed["dataset.dataset_name"], meaning = (
-            "imagenet_dummy",
-            "the public file of latents, as at the start of this run",
-        )
-    return changed, [] if meaning is None else [f"dataset.dataset_name {name}: {meaning}"]
-
-
-def _adopt_preset(
-    values: Mapping[str, Any], *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return (changed options, a line on the preset)."""
-    flavor = values["model.flavor"]
-    if values["model.preset"] != PRESET or "model.preset" in given:
-        return {}, []
-    if flavor not in FLAVORS:
-        return {"model.preset": "torchditan"}, []  # the same model
-    if stored.get("model", {}).get("preset") != "torchditan":
-        return {}, []
-    note = f"model.name {MODEL_NAME}: this run started with the sizes of torchditan's {flavor} and keeps them"
-    return {"model.preset": "torchditan"}, [note]

@@ -28,14 +28,12 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from torchditan.config import options as config_module
 from torchditan.config.errors import ConfigError, did_you_mean, is_finite_number, nearest, option_error
-from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
+from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy
 from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
-from torchditan.config.prompts import has_file, read_prompts
+from torchditan.config.prompts import read_prompts
 from torchditan.config.rules import validate, validate_parts, validate_values
-from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree, refuse_untrusted_plug_ins, values_of_older_run
+from torchditan.config.trajectory import flatten_tree, refuse_untrusted_plug_ins
 from torchditan.registry import FAMILIES, OBJECTIVES, Registries, Registry, entry_name, resolve
-from torchditan.run.directory import run_path
-from torchditan.run.reading import read_config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -140,40 +138,23 @@ def parse_config(argv: list[str]) -> Config:
         path = find_config(flags.pop("job.config_file"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         values, notes = adopt_file(_split_flavor(read_toml(path)), flags=flags, world_size=world_size)
-    given = {**values, **flags}
-    values, ignored, read_otherwise = adopt_legacy(given)
+    values, ignored, read_otherwise = adopt_legacy({**values, **flags})
     if values.get("checkpoint.enable_checkpoint") is False:  # given, not left open
         values.setdefault("checkpoint.save_final", False)
-    typed, defaults = _coerce_all(values), flatten(Config())
-    from_file = has_file(typed.get(_PROMPTS, []))
-    typed = _with_prompts(typed)
+    typed = _with_prompts(_coerce_all(values))
     values = {
-        **defaults,
+        **flatten(Config()),
         **_defaults_of_objective(typed),
         **typed,
         "job.config_file": None if path is None else str(path),
     }
     values.update(_defaults_from_others(values))
-    stored = _stored_sections(values)
-    older = values_of_older_run(stored)
-    kept = {name: value for name, value in older.items() if name not in typed and values[name] != value}
-    begun = stored.get("sampling", {}).get("prompts")
-    if from_file and begun and begun != values[_PROMPTS]:
-        values[_PROMPTS] = begun
-        notes.append(f"{_PROMPTS}: the run keeps the {len(begun)} prompts that it began with; its file has others now")
-    values, read_as_meant = adopt_names({**values, **kept}, given=given, stored=stored)
     config = Config().replace(values)
-    notes += [*read_otherwise, *read_as_meant]
-    notes += [
-        f"{name} = {json.dumps(value)}, the behavior of this run from before the option existed"
-        for name, value in kept.items()
-        if value != defaults[name]
-    ]
     validate_values(config)
     if os.environ.get("RANK", "0") == "0":
         if ignored:
             print(f"warning: ignored, no effect here: {', '.join(ignored)}", file=sys.stderr)
-        for note in notes:
+        for note in (*notes, *read_otherwise):
             print(f"note: {note}", file=sys.stderr)
     return config
 
@@ -206,16 +187,6 @@ def _split_flavor(values: dict[str, Any]) -> dict[str, Any]:
     if (given := values.get("model.patch_size", patch_size)) != patch_size:
         raise option_error("model.flavor", f"{flavor}/{text}", f"model.patch_size is {given}; leave one of them out")
     return {**values, "model.flavor": flavor, "model.patch_size": patch_size}
-
-
-def _stored_sections(values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The stored configuration of the run in this run directory; {} if none can be read."""
-    try:
-        stored = read_config(run_path(values["job.dump_folder"], values["metrics.experiment_name"]))
-    except (ConfigError, OSError, ValueError):  # reported when the run directory is opened
-        return {}
-    sections: Mapping[str, Mapping[str, Any]] = stored["config"]
-    return sections
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
@@ -619,7 +590,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
         ConfigError: a value is not valid, or names code that the user did not put on the Python path.
     """
     refuse_untrusted_plug_ins(flatten_tree(values))
-    return build_config({**VALUES_BEFORE, **flatten_tree(values)})
+    return build_config(flatten_tree(values))
 
 
 def override(config: Config, flags: Sequence[str] | Mapping[str, Any], *, sections: Sequence[str]) -> Config:

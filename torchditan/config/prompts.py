@@ -32,11 +32,6 @@ def read_prompts(option: str, given: Sequence[str]) -> list[str]:
     return prompts
 
 
-def has_file(given: Sequence[str]) -> bool:
-    """Whether one of these texts is `@FILE`."""
-    return any(text.startswith(_MARK) for text in given)
-
-
 def _read_file(option: str, given: str) -> list[str]:
     try:
         content = Path(given.removeprefix(_MARK)).expanduser().read_text(encoding="utf-8-sig")

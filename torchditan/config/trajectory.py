@@ -1,10 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """The options that decide what a run learns. Two commands can continue one run only if these options agree.
 
-Notable:
-- if an older run's config.json lacks an option, `VALUES_BEFORE` gives the behavior before that option existed. A new
-  option therefore never prevents a resume. It replaces a default, never a value that the user typed;
-- this file must not import torch.
+This file must not import torch.
 """
 
 from __future__ import annotations
@@ -22,18 +19,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
 from torchditan.registry import FAMILIES, entry_name
 
-VALUES_BEFORE: dict[str, Any] = {
-    "model.patch_bottleneck": None,
-    "model.text_positions": False,
-    "model.text_kernel": 0,
-    "model.text_blocks": 0,
-    "sampling.negative_prompt": "",
-}
-"""Options of [sampling] or a trajectory section that are newer than some runs, each with the behavior of all runs from
-before the option existed.
-
-Add a line for every new option, with the option. Never change a line.
-"""
+VALUES_BEFORE: dict[str, Any] = {}
 
 _SECTIONS = (
     "model",
@@ -172,25 +158,22 @@ def _left_open(values: dict[str, Any]) -> dict[str, Any]:
 
 INITIAL_WEIGHTS = "checkpoint.initial_weights"
 """Key of the identity of what `checkpoint.initial_load_path` names, if it is known: a LoRA may have moved."""
-_UNKNOWN_IF_NONE = ("dataset.fingerprint",)
-"""Keys for which a stored None means "not recorded": older runs have no fingerprint of the folder dataset."""
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """List the differences of two sets of options: "model.patch_size is 2 there and 4 here".
 
     Args:
-        there: stored options; `VALUES_BEFORE` fills in missing ones.
+        there: stored options.
         here: options of this command.
     """
     given = _left_open(flatten_tree(json.loads(json.dumps(here, default=str))))
-    stored = {**{key: value for key, value in VALUES_BEFORE.items() if key in given}, **flatten_tree(there)}
-    stored = _left_open(stored)
+    stored = _left_open(flatten_tree(there))
     absent = "absent"
-    unknown = [key for key in _UNKNOWN_IF_NONE if stored.get(key, absent) is None]
+    same = []
     begun, begins = stored.pop(INITIAL_WEIGHTS, None), given.pop(INITIAL_WEIGHTS, None)
     if begun is not None and begun == begins:
-        unknown.append("checkpoint.initial_load_path")
+        same.append("checkpoint.initial_load_path")
     changed = [
         f"the file of {key.removeprefix(_FILE)} was changed since the run began"
         for key in given
@@ -199,14 +182,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
         for key in [*given, *(stored.keys() - given.keys())]
-        if key not in unknown and not key.startswith(_FILE) and stored.get(key, absent) != given.get(key, absent)
+        if key not in same and not key.startswith(_FILE) and stored.get(key, absent) != given.get(key, absent)
     ] + changed
-
-
-def values_of_older_run(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The options of `VALUES_BEFORE` that a stored run lacks, or stored with that value when it was continued."""
-    there = flatten_tree(stored)
-    return {name: value for name, value in VALUES_BEFORE.items() if there and there.get(name, value) == value}
 
 
 def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

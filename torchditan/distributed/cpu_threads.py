@@ -19,7 +19,6 @@ from pathlib import Path
 
 from torchditan.config.errors import option_error
 from torchditan.distributed.host_memory import keep_freed_memory
-from torchditan.run.reading import read_config
 
 _SPIN_COUNT = 3000
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -50,8 +49,8 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
 
 
-def configure_cpu(run: Path | None = None) -> None:
-    """Set torch's number of threads to this rank's share of the cores, or to the number stored in folder `run`.
+def configure_cpu(stored: int | None = None) -> None:
+    """Set torch's number of threads to this rank's share of the cores, or to a smaller number that its run stored.
 
     A user's OMP_NUM_THREADS takes precedence. Without a GPU, the process also keeps large freed blocks of memory.
     """
@@ -60,27 +59,19 @@ def configure_cpu(run: Path | None = None) -> None:
     if not torch.cuda.is_available():
         keep_freed_memory()
     if not is_set_by_user():
-        stored, share = None if run is None else stored_cpu_threads(run), cores_per_rank()
+        share = cores_per_rank()
         torch.set_num_threads(share if stored is None else min(stored, share))
 
 
-def changed_threads(run: Path) -> str | None:
+def changed_threads(stored: int | None) -> str | None:
     """A message if this process has another number of threads than its run started with, else None."""
     import torch
 
-    stored, number = stored_cpu_threads(run), torch.get_num_threads()
+    number = torch.get_num_threads()
     if stored in (None, number):
         return None
     why = "OMP_NUM_THREADS" if is_set_by_user() else "fewer cores for each rank"
     return f"{number} CPU threads per rank ({why}), {stored} when the run started: results may differ in the last bits"
-
-
-def stored_cpu_threads(run: Path) -> int | None:
-    """The number in the config.json of a run; None if it is missing, as in older runs."""
-    if not (run / "config.json").exists():
-        return None
-    number = read_config(run).get("hardware", {}).get("cpu_threads")
-    return number if isinstance(number, int) and number > 0 else None
 
 
 def is_set_by_user() -> bool:

@@ -53,7 +53,9 @@ def opening(
         device=job.device,
     )
     precision = None if progress.step else precision_advice(config.training.mixed_precision_param, job.device)
-    threads = changed_threads(job.run_directory.path) if progress.step and job.device.type == "cpu" else None
+    threads = None
+    if progress.step and job.stored is not None and job.device.type == "cpu":
+        threads = changed_threads(job.stored.cpu_threads)
     weights = None if initial_weights is None else f"started from the {initial_weights}"
     scores = None
     if config.metrics.enable_sampling:

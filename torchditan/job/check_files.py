@@ -20,7 +20,6 @@ from torchditan.job.prepare import Job
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import DATASET_FILES
 from torchditan.run.progress import report_progress
-from torchditan.run.reading import read_config
 from torchditan.supervision.supervision import Supervision
 
 MOST_NAMED = 10
@@ -33,10 +32,8 @@ def compare_files(job: Job) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    run = job.run_directory.path
-    if job.rank.rank != 0 or not (run / DATASET_FILES).exists():
-        return
-    if read_config(run)["config"]["dataset"]["fingerprint"] in (None, job.config.dataset.fingerprint):
+    run, stored, now = job.run_directory.path, job.stored, job.config.dataset.fingerprint
+    if job.rank.rank != 0 or stored is None or stored.options.get("dataset.fingerprint") == now:
         return
     if differing := _describe_differing(job, run):
         right = "to resume the run, restore them; otherwise name a new run with --metrics.experiment_name"

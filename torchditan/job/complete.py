@@ -40,6 +40,8 @@ class StoredRun:
     options: dict[str, Any]
     """`{"training.steps": 10, ...}`, as stored."""
     global_batch_size: int | None
+    cpu_threads: int | None
+    """CPU threads per rank at its start."""
 
 
 def read_stored_run(path: Path) -> StoredRun | None:
@@ -52,10 +54,12 @@ def read_stored_run(path: Path) -> StoredRun | None:
         return None
     content = read_config(path)
     size = content.get("trajectory", {}).get("training.global_batch_size")
+    threads = content.get("hardware", {}).get("cpu_threads")
     return StoredRun(
         path=path,
         options=flatten_tree(content["config"]),
         global_batch_size=size if isinstance(size, int) and size > 0 else None,
+        cpu_threads=threads if isinstance(threads, int) and threads > 0 else None,
     )
 
 

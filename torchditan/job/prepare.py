@@ -24,6 +24,7 @@ from torchditan.distributed.cpu_threads import configure_cpu
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.job.complete import (
+    StoredRun,
     complete,
     complete_precision,
     plan_batches,
@@ -64,6 +65,8 @@ class Job:
     parallel_dims: ParallelDims
     run_directory: RunDirectory
     """Not opened yet."""
+    stored: StoredRun | None
+    """The run that this job continues; None for a new one."""
     evaluation: Evaluate | None
     """Measures the samples of a model, if `evaluation.freq` is set: called on all ranks, returns figures by name."""
 
@@ -106,8 +109,8 @@ def prepare(
     parallel_dims = ParallelDims.resolve(config.training, world_size=rank.world_size)
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
-    configure_cpu(path)
     run = read_stored_run(path)
+    configure_cpu(None if run is None else run.cpu_threads)
     config = complete_precision(config, run, device=rank.device)
     _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     if _reads_captions(config, dataset):
@@ -144,6 +147,7 @@ def prepare(
         rank=rank,
         parallel_dims=parallel_dims,
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
+        stored=run,
         evaluation=_build_evaluation(completed, dataset, validation_dataset, space, rank),
     )
 

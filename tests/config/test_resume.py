@@ -1,21 +1,18 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Options evolve: older runs resume, and a run can train longer if its schedule allows it."""
+"""What a resumed run may change: it can train longer if its schedule allows it, on the same images."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
 
-from torchditan.config.loader import from_dict, load_config, to_dict
-from torchditan.config.options import Config, flatten
-from torchditan.config.trajectory import VALUES_BEFORE, differences, trajectory
-from torchditan.models import build_model_spec
+from torchditan.config.loader import load_config, to_dict
+from torchditan.config.trajectory import differences, trajectory
 from torchditan.run.directory import DATASET_FILES
-from torchditan.run.reading import read_config, read_metrics
+from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -38,45 +35,6 @@ def resume(run_script: RunScript, name: str, *flags: str) -> tuple[int, str, str
     return run_script("train.py", *SETTINGS, "--metrics.experiment_name", name, *flags)
 
 
-@pytest.fixture
-def old_run(run_script: RunScript, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of 4 steps, as a version without the option ema.warmup left it: such runs had no warmup."""
-    monkeypatch.setitem(VALUES_BEFORE, "ema.warmup", False)
-    assert resume(run_script, "old", "--training.steps=4", "--ema.warmup=false")[0] == 0
-    path = Path("outputs/old")
-    content = read_config(path)
-    del content["config"]["ema"]["warmup"], content["trajectory"]["ema.warmup"]
-    (path / "config.json").write_text(json.dumps(content))
-    return path
-
-
-def test_an_old_run_keeps_the_behavior_from_before_an_option_existed(old_run: Path, run_script: RunScript) -> None:
-    for steps in (6, 8):  # the second time, its config.json is of this version
-        code, _, err = resume(run_script, "old", f"--training.steps={steps}")
-        assert code == 0, err
-        assert "note: ema.warmup = false" in err
-    assert read_config(old_run)["trajectory"]["ema.warmup"] is False
-    assert [record["step"] for record in read_metrics(old_run)] == list(range(1, 9))
-
-
-def test_a_typed_value_is_never_replaced_by_an_older_one(old_run: Path, run_script: RunScript) -> None:
-    before = (old_run / "config.json").read_bytes()
-    code, _, err = resume(run_script, "old", "--training.steps=6", "--ema.warmup")
-    assert code == 2
-    assert "ema.warmup is False there and True here" in err
-    assert (old_run / "config.json").read_bytes() == before
-
-
-def test_a_key_that_an_old_run_lacks_means_the_value_before_it_existed(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = trajectory(Config())
-    there = {option: value for option, value in here.items() if option != "ema.warmup"}
-    assert differences(there, here) == ["ema.warmup is absent there and True here"]
-    monkeypatch.setitem(VALUES_BEFORE, "ema.warmup", True)
-    assert differences(there, here) == []
-    monkeypatch.setitem(VALUES_BEFORE, "ema.warmup", False)
-    assert differences(there, here) == ["ema.warmup is False there and True here"]
-
-
 def test_a_run_on_a_folder_of_images_refuses_other_images(run_script: RunScript, tmp_path: Path) -> None:
     for folder, names in (("cats", "abcd"), ("moved_cats", "abcd"), ("dogs", "abce")):
         (tmp_path / folder).mkdir()
@@ -95,24 +53,6 @@ def test_a_run_on_a_folder_of_images_refuses_other_images(run_script: RunScript,
     (tmp_path / "outputs" / "pets" / DATASET_FILES).write_bytes(b"damaged")
     code, _, err = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=dogs")
     assert code == 2 and "dataset.fingerprint is paths-" in err and "--metrics.experiment_name" in err
-    # Earlier versions recorded no fingerprint of a folder.
-    assert differences({"dataset.fingerprint": None}, {"dataset.fingerprint": "paths-0"}) == []
-
-
-def test_an_old_configuration_is_read_with_the_values_of_its_time(old_run: Path) -> None:
-    config = from_dict(read_config(old_run)["config"])
-    assert config.ema.warmup is False
-    assert Config().ema.warmup is True
-    assert flatten(config).keys() == flatten(Config()).keys()
-
-
-def test_text_blocks_from_before_text_kernel_keep_their_model() -> None:
-    stored = to_dict(load_config(["--model.text=joint", "--model.text_blocks=2"]))
-    del stored["model"]["text_kernel"]
-    model = from_dict(stored).replace({"model.text_tokens": 4, "model.text_width": 8}).model
-    assert model.text_kernel == 0
-    built = build_model_spec(model, sample_shape=(3, 8, 8), num_classes=0)
-    assert built.config.text_blocks == 2 and built.config.text_kernel == 0
 
 
 def test_fewer_steps_than_were_trained_are_refused(run_script: RunScript) -> None:
