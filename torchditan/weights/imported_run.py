@@ -167,8 +167,6 @@ def _write_run(
     identity = {**trajectory(config), "imported_from": source}  # train.py never creates this key
     _write_checkpoint(run / config.checkpoint.folder, stored, config, identity, tensors)
     imported = {"file": stored.path.name, "step": stored.step, "weights": stored.weights}
-    if stored.ema_width is not None:
-        imported["ema_width"] = stored.ema_width
     content = {
         "run_id": uuid4().hex[:8],
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
