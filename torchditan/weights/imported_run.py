@@ -121,10 +121,9 @@ def create_run(
     Raises:
         ConfigError: the weights do not match the model of the configuration, or `run` cannot be written.
     """
-    if not config.lora.rank:  # a LoRA is stored without the model that it changes
-        with torch.device("meta"):
-            model = stored_spec(config).build()
-        refuse_other_model(model, stored, [])
+    with torch.device("meta"):
+        model = stored_spec(config).build()
+    refuse_other_model(model, stored, [])
     with new_folder(run, replace=replace) as partial:
         _write_run(partial, stored, config, tensors, origin)
         for name, text in files.items():
