@@ -43,14 +43,11 @@ CONFIRMATION_SEEDS = (10, 11, 12, 13, 14)
 BASELINE = "official_dit"
 """The entry with which records are compared, unless they name another one."""
 METRIC = "FD-EffNetLite0"
-STORED_WIDTHS = (0.05, 0.1)
-"""`ema.post_hoc_widths` of entries with `ema_width`. Any width near them can be chosen from the same run."""
 
-_NUM_SNAPSHOTS = 10
 _UNIFORM_WIDTH = 0.2887
 _SECTIONS = ("model", "diffusion", "optimizer", "lr_scheduler", "ema", "sampling")
 _TRAINING = ("global_batch_size", "max_norm")
-_FORBIDDEN = ("model.path", "ema.post_hoc_widths", "ema.post_hoc_interval")
+_FORBIDDEN = ("model.path", "ema.width")
 _KEYS = ("title", "base", "compare", "images", "ema_width", "rung", "code", "registry")
 _TABLES = ("OBJECTIVES", "BLOCKS", "OPTIMIZERS", "ARCHITECTURES")
 """Registries that an entry may extend: the model and its training, not the metric."""
@@ -75,7 +72,7 @@ class Entry:
     rung: int | None = None
     """Position in the ladder; None for other entries."""
     ema_width: float | None = None
-    """Width of the post-hoc average that is scored; None scores the run's own EMA, or its weights without one."""
+    """`ema.width` of the training, in place of its [ema]; None scores that EMA, or the weights without one."""
     code: Path | None = None
     registry: dict[str, dict[str, str]] = field(default_factory=dict)
     """Lines for tables of torchditan/registry.py: {"OBJECTIVES": {"mine": "my_file:MyObjective"}}."""
@@ -94,8 +91,8 @@ class Entry:
         settings["training.steps"] = self.num_steps
         settings["training.seed"] = seed
         if self.ema_width is not None:
-            settings["ema.post_hoc_widths"] = list(STORED_WIDTHS)
-            settings["ema.post_hoc_interval"] = max(1, self.num_steps // _NUM_SNAPSHOTS)
+            settings = {option: value for option, value in settings.items() if not option.startswith("ema.")}
+            settings["ema.width"] = self.ema_width
         return [f"--job.config_file={PROTOCOL}", *as_flags(settings)]
 
     def definition(self) -> dict[str, Any]:
@@ -110,9 +107,9 @@ class Entry:
         }
 
     def digest(self) -> str:
-        """Names a training. Entries that differ only in how they are sampled and averaged afterwards share it."""
+        """Names a training. Entries that differ only in how they are sampled afterwards share it."""
         trained = split_sampling(self.settings)[0]
-        return _hash(self.definition() | {"settings": trained, "ema_width": self.ema_width is not None})
+        return _hash(self.definition() | {"settings": trained})
 
     def recipe(self) -> str:
         """Names what a step does: entries that differ only in their images, sampling and average share it."""

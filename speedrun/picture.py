@@ -44,15 +44,14 @@ def heading_and_samples(trial: Trial) -> tuple[str, np.ndarray]:
     Raises:
         ConfigError: they are not there.
     """
-    width = trial.entry.ema_width
-    samples = trial.evaluation(width) / "samples.npz"
-    is_scored = trial.result_path(width).exists()
+    samples = trial.evaluation / "samples.npz"
+    is_scored = trial.result_path.exists()
     if not (is_scored and samples.exists()):
         command = f"python speedrun/run.py {trial.entry.name} --seeds {trial.seed}"
         # Without --check, run.py does not repeat a result.
         made = f"{command} --check makes it in outputs/speedrun/check" if is_scored else f"{command} makes it"
         raise ConfigError(f"{samples} does not exist; {made}")
-    figures = json.loads(trial.result_path(width).read_bytes())["figures"]
+    figures = json.loads(trial.result_path.read_bytes())["figures"]
     heading = f"{trial.entry.name}: {trial.entry.images:,} images, {METRIC} {figures['fd']:.1f}"
     with np.load(samples) as file:
         return heading, file["arr_0"]
@@ -71,7 +70,7 @@ def main() -> None:
     if rest or len(args.entries) > MOST_ENTRIES:
         raise ConfigError(f"{(rest or args.entries)[-1]} is not expected; a picture has at most {MOST_ENTRIES} entries")
     check_output("--out", args.out)
-    trials = [Trial(load(name), args.seed, (), {}, args.outputs, args.results) for name in args.entries]
+    trials = [Trial(load(name), args.seed, {}, args.outputs, args.results) for name in args.entries]
     found = [heading_and_samples(trial) for trial in trials]
 
     real = Earth(size=32, split="train")

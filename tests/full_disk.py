@@ -15,16 +15,13 @@ from torchditan.checkpoint.manager import CheckpointManager
 
 
 def limit_writes(
-    manager: type[CheckpointManager],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    size: Callable[[Path], int] = lambda folder: 1_000_000,
+    monkeypatch: pytest.MonkeyPatch, *, size: Callable[[Path], int] = lambda folder: 1_000_000
 ) -> list[int]:
-    """While `manager` writes the files of the returned steps, at first none, the system takes no file above `size`, in
+    """While checkpoints of the returned steps are written, at first none, the system takes no file above `size`, in
     bytes, which may depend on the folder of checkpoints."""
     steps: list[int] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    write_files, save_weights = manager._write_files, manager.save_weights
+    write_files, save_weights = CheckpointManager._write_files, CheckpointManager.save_weights
 
     def limited(self: CheckpointManager, step: int, write: Callable[[], Any]) -> Any:
         if step in steps:
@@ -40,6 +37,6 @@ def limit_writes(
     def save_some(self: CheckpointManager) -> None:
         limited(self, self.state.progress.step, lambda: save_weights(self))
 
-    monkeypatch.setattr(manager, "_write_files", write_some)
-    monkeypatch.setattr(manager, "save_weights", save_some)
+    monkeypatch.setattr(CheckpointManager, "_write_files", write_some)
+    monkeypatch.setattr(CheckpointManager, "save_weights", save_some)
     return steps

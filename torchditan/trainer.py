@@ -37,7 +37,6 @@ from torchditan.job.build import (
     build_loss_scaler,
     build_loss_spikes,
     build_model,
-    build_post_hoc_ema,
     build_stream,
     initial_weights_loader,
     open_process_group,
@@ -133,7 +132,6 @@ class Trainer:
         self.spikes = build_loss_spikes(config, self.device)
         self.objective = job.objective
         self.ema = build_ema(config, self.model)
-        self.post_hoc_ema = build_post_hoc_ema(job, self.model, supervision, self.guard)
         self.stream = build_stream(job)
 
         manager = CheckpointManager(
@@ -177,8 +175,6 @@ class Trainer:
             initial_weights=initial_weights,
         ):
             self.logger.message(message)
-        if self.post_hoc_ema is not None:
-            self.logger.message(self.post_hoc_ema.announcement())
 
     def run_state(self) -> RunState:
         """The parts of a checkpoint, each registered here once."""
@@ -188,7 +184,6 @@ class Trainer:
                 "model": ModelState(self.model, only_trained=self.config.lora.rank > 0),
                 "optimizer": OptimizerState(self.model, self.optimizer),
                 "ema": self.ema,
-                "post_hoc_ema": self.post_hoc_ema,
             },
             numbers=[self.spikes, self.scaler],
             per_rank={"loader": self.stream},
@@ -243,8 +238,6 @@ class Trainer:
                     if is_first:
                         record_files(self.job)
                         self.set_timeout(config.comm.train_timeout_seconds)
-                    if self.post_hoc_ema is not None:
-                        self.post_hoc_ema.add_step()
                     tasks.run_periodic_tasks(result, is_first=is_first)
                     profiler.step(self.progress.step)
                     self.stop_point.stop_if_asked()
@@ -254,8 +247,6 @@ class Trainer:
         # Rank 0 may need longer for its last tasks, such as uploads.
         self.set_timeout(config.comm.init_timeout_seconds)
         self.checkpoints.wait_for_last()
-        if self.post_hoc_ema is not None:
-            self.post_hoc_ema.finish()
         self._announce_end()
 
     def train_step(self, batches: Iterator[tuple[Batch, Randomness]]) -> StepResult:

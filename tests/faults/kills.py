@@ -7,7 +7,7 @@ python tests/faults/kills.py --kills 200
 Each run is hit two to six times by SIGKILL or SIGTERM (the launcher, one rank, or every process) and restarted each
 time with the same command. Then it is compared with a run that was never stopped. In about 4 of 10 runs the mode and
 the number of ranks change after every kill. Notable:
-- variants take turns: evaluations during training, post-hoc EMA, Muon, one-step, tars, AdamW. Half of all runs save in
+- variants take turns: evaluations during training, Muon, one-step, tars, AdamW. Half of all runs save in
   the background;
 - the plan of a run is a function of (seed, number); the speed of the machine affects only the times;
 - kills aim at the start-up, a step, a save, the deletion of old checkpoints, an evaluation, or the end. The report

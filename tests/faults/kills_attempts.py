@@ -125,7 +125,7 @@ class Attempt:
         return "evaluation" if self.lacks_evaluation() else "step"
 
     def has_new(self, pattern: str) -> bool:
-        """Whether this attempt left such a folder among the checkpoints and snapshots."""
+        """Whether this attempt left such a folder among the checkpoints."""
         return any(touched_at(path) > self.started for path in self.checkpoints.rglob(pattern))
 
     def lacks_evaluation(self) -> bool:

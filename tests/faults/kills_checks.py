@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kills_attempts import KEEP_LATEST_K, SAMPLE_FREQ, STEPS, names_in
-from kills_plans import EVALUATION, EVALUATION_FREQ, POST_HOC_EMA, SNAPSHOT_INTERVAL, Plan
+from kills_plans import EVALUATION, EVALUATION_FREQ, Plan
 
-from torchditan.checkpoint.post_hoc_ema import AVERAGES
 from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.run.reading import read_metrics, read_status
 
@@ -43,7 +42,6 @@ def compare(run: Path, reference: Path, plan: Plan) -> tuple[dict[str, str], dic
     found["debris"] = "; ".join(debris(run)) or None
     found["grids"] = missing_grids(run) if "--metrics.enable_sampling=true" in plan.flags else None
     found["evaluations"] = missing_evaluations(records) if plan.variant == EVALUATION else None
-    found["snapshots"] = missing_snapshots(run) if plan.variant == POST_HOC_EMA else None
     if "--metrics.enable_tensorboard=true" in plan.flags:
         steps = wrong_steps(tensorboard_steps(run / "tensorboard"))
         found["tensorboard"] = steps and f"steps {steps}"
@@ -73,14 +71,12 @@ def compare(run: Path, reference: Path, plan: Plan) -> tuple[dict[str, str], dic
 
 
 def final_state(run: Path) -> dict[str, Tensor]:
-    """All tensors of the last checkpoint and of the snapshots of averages."""
-    from torchditan.checkpoint.loading import latest_checkpoint, list_checkpoints, read_state
+    """All tensors of the last checkpoint."""
+    from torchditan.checkpoint.loading import latest_checkpoint, read_state
 
     last = latest_checkpoint(run / "checkpoint")
     assert last is not None
-    snapshots = list_checkpoints(run / "checkpoint" / AVERAGES)
-    of_snapshots = {f"{path.name}.{name}": each for path in snapshots for name, each in read_state(path).items()}
-    return {**read_state(last), **of_snapshots}
+    return read_state(last)
 
 
 def without_none(found: Mapping[str, str | None]) -> dict[str, str]:
@@ -194,13 +190,6 @@ def missing_evaluations(records: Sequence[Mapping[str, Any]]) -> str | None:
     return f"no evaluation of step {missing}" if missing else None
 
 
-def missing_snapshots(run: Path) -> str | None:
-    """Which snapshots of averages are missing, or are not due."""
-    due = {f"step-{step:08d}" for step in due_steps(SNAPSHOT_INTERVAL)}
-    wrong = due ^ names_in(run / "checkpoint" / AVERAGES)
-    return f"missing or not due: {', '.join(sorted(wrong))}" if wrong else None
-
-
 def debris(run: Path) -> list[str]:
     """Files and folders that a finished run should not hold."""
     from torchditan.checkpoint.manager import list_checkpoints
@@ -208,7 +197,7 @@ def debris(run: Path) -> list[str]:
     patterns = ("*.partial", "*.deleted", "*.replaced")
     found = {path.relative_to(run).as_posix() for pattern in patterns for path in run.rglob(pattern)}
     checkpoints = list_checkpoints(run / "checkpoint")
-    strangers = names_in(run / "checkpoint") - {path.name for path in checkpoints} - {AVERAGES}
+    strangers = names_in(run / "checkpoint") - {path.name for path in checkpoints}
     found |= {f"checkpoint/{name}" for name in strangers}
     if len(checkpoints) > KEEP_LATEST_K:
         found.add(f"{len(checkpoints)} checkpoints")

@@ -8,10 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 EVALUATION_FREQ = 5
-SNAPSHOT_INTERVAL = 3
 BATCH_SIZE, BATCH_SIZE_ONE_STEP = 12, 16  # on 4 ranks, imf needs a multiple of 8
 EVALUATION = "evaluation"
-POST_HOC_EMA = "post-hoc-ema"
 TARS = ("--dataset.dataset_name=webdataset", "--dataset.root_dir=SHARDS")
 """SHARDS becomes the folder of the shards."""
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -21,7 +19,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         '--evaluation.metrics=["kills_metric:Brightness"]',
         "--evaluation.num_samples=24",
     ),
-    POST_HOC_EMA: ("--ema.post_hoc_widths=[0.05,0.1]", f"--ema.post_hoc_interval={SNAPSHOT_INTERVAL}"),
     "muon": ("--optimizer.name=Muon", "--optimizer.ns_dtype=float32"),
     "one-step": ("--diffusion.objective=imf", f"--training.global_batch_size={BATCH_SIZE_ONE_STEP}"),
     "tars": TARS,

@@ -197,18 +197,17 @@ def test_tensorboard_steps_are_those_that_it_shows(tmp_path: Path) -> None:
 def test_debris_is_found_wherever_it_lies(tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "step-00000016").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-00000020").mkdir()
-    (tmp_path / "checkpoint" / "post_hoc_ema" / "step-00000018").mkdir(parents=True)
     assert kills_checks.debris(tmp_path) == []
     (tmp_path / ".status.json.vm-1.partial").touch()
     (tmp_path / "checkpoint" / "step-00000020.partial").mkdir()
     (tmp_path / "checkpoint" / "step-00000012").mkdir()
     (tmp_path / "checkpoint" / "other").mkdir()
-    (tmp_path / "checkpoint" / "post_hoc_ema" / "step-00000019.deleted").mkdir()
+    (tmp_path / "checkpoint" / "step-00000019.deleted").mkdir()
     assert kills_checks.debris(tmp_path) == [
         ".status.json.vm-1.partial",
         "3 checkpoints",
         "checkpoint/other",
-        "checkpoint/post_hoc_ema/step-00000019.deleted",
+        "checkpoint/step-00000019.deleted",
         "checkpoint/step-00000020.partial",
     ]
 
@@ -379,15 +378,9 @@ def test_lost_and_repeated_samples_fail_a_run(finished: Any) -> None:
     assert problems == {"samples": "the stream stands at 252, not 240"}
 
 
-def test_missing_evaluations_and_snapshots_fail_a_run(finished: Any, tmp_path: Path) -> None:
+def test_missing_evaluations_fail_a_run(finished: Any) -> None:
     problems, _ = finished(replace(BITWISE, variant="evaluation"))
     assert problems == {"evaluations": "no evaluation of step [5, 10, 15, 20]"}
-    problems, _ = finished(replace(BITWISE, variant="post-hoc-ema"))
-    names = ", ".join(f"step-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 20))
-    assert problems == {"snapshots": f"missing or not due: {names}"}
-    for step in (3, 6, 9, 12, 15, 18, 19, 20):
-        (tmp_path / "run" / "checkpoint" / "post_hoc_ema" / f"step-{step:08d}").mkdir(parents=True)
-    assert kills_checks.missing_snapshots(tmp_path / "run") == "missing or not due: step-00000019"
 
 
 def test_a_changed_evaluation_is_found() -> None:

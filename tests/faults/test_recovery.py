@@ -267,7 +267,7 @@ def test_pinned_memory_without_a_gpu_is_refused(run_script: RunScript) -> None:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return limit_writes(CheckpointManager, monkeypatch)
+    return limit_writes(monkeypatch)
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -429,7 +429,7 @@ def test_a_full_disk_at_the_end_keeps_the_last_weights_and_a_complete_checkpoint
     run_script: RunScript,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    full_disk = limit_writes(CheckpointManager, monkeypatch, size=size)
+    full_disk = limit_writes(monkeypatch, size=size)
     full_disk.append(6)
     flags = ["--training.steps=6", "--training.batch_size=4", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
     keep = "--checkpoint.keep_latest_k=3"

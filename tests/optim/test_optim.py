@@ -12,7 +12,7 @@ from torch import nn
 from torchditan.config.options import LRScheduler, Optimizer
 from torchditan.models.dit import DiT, DiTConfig
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
-from torchditan.optim.ema import EMA
+from torchditan.optim.ema import EMA, gamma_of_width
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, parameters_without_decay
 from torchditan.optim.schedules import build_schedule
 
@@ -126,6 +126,22 @@ def test_ema_warms_up_and_then_follows_its_decay() -> None:
     assert ema.average["weight"].item() == pytest.approx(expected, rel=1e-5)
     assert ema.decay_at(1) == pytest.approx(2 / 11)
     assert EMA(model, decay=0.9, warmup=False).decay_at(1) == 0.9
+
+
+@pytest.mark.parametrize(("width", "exponent"), [(0.05, 16.97), (0.1, 6.94)])
+def test_an_average_of_a_width_is_that_of_edm2(width: float, exponent: float) -> None:
+    """Karras et al. 2024: exponents and widths of section 3.1, and the width of a profile in closed form."""
+    gamma, steps = gamma_of_width(width), 200
+    assert gamma == pytest.approx(exponent, abs=0.005)
+    assert math.sqrt((gamma + 1) / ((gamma + 2) ** 2 * (gamma + 3))) == pytest.approx(width, rel=1e-12)
+    model = nn.Linear(1, 1, bias=False).double()  # its initial weight does not count
+    ema = EMA(model, width=width)
+    weights = torch.randn(steps, dtype=torch.float64)
+    for step, weight in enumerate(weights, start=1):
+        model.weight.data.fill_(weight)
+        ema.update(step)
+    integral = (torch.arange(steps + 1, dtype=torch.float64) / steps) ** (gamma + 1)  # of the profile up to each step
+    assert ema.average["weight"].item() == pytest.approx((integral.diff() * weights).sum().item(), rel=1e-12)
 
 
 def test_swapping_the_average_in_and_out_is_exact() -> None:

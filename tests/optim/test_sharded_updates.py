@@ -22,7 +22,6 @@ from torchditan.config.options import Optimizer
 from torchditan.optim.ema import EMA
 from torchditan.optim.meters import UpdateNorm, measuring
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
-from torchditan.optim.power_ema import PowerEMA
 
 SHAPES = [(3, 4), (1, 5), (6,), (4, 2)]
 """On two ranks the second one holds 1 of 3 rows, and nothing of the second parameter."""
@@ -73,7 +72,7 @@ class Dispatched(TorchDispatchMode):
 def train(model: Weights, *, watched: Dispatched | None = None) -> list[torch.Tensor]:
     """Norms, weights, moments and averages after a few steps. `watched` sees all but the first."""
     optimizer = build_optimizer(model, Optimizer(lr=0.1, weight_decay=0.1))
-    ema, power = EMA(model, decay=0.9), PowerEMA(model, widths=[0.1])
+    averages = [EMA(model, decay=0.9), EMA(model, width=0.1)]
     parameters = list(model.parameters())
     meter = UpdateNorm(model)
     norms, read = [], []
@@ -85,14 +84,14 @@ def train(model: Weights, *, watched: Dispatched | None = None) -> list[torch.Te
         with measuring([meter]):
             optimizer.step()
         read += [torch.tensor(value) for value in meter.read().values()]
-        ema.update(step)
-        power.update(step)
+        for ema in averages:
+            ema.update(step)
         if watched is not None and step > 1:
             watched.__exit__(None, None, None)
     moments = [optimizer.state[parameter][key] for parameter in parameters for key in ("exp_avg", "exp_avg_sq")]
     assert all(type(moment) is type(parameters[0].data) for moment in moments)  # checkpoints store DTensors
-    averages = [*ema.average.values(), *power.averages[0].values()]
-    return [*norms, *map(full, (*parameters, *moments, *averages)), *read]
+    averaged = [tensor for ema in averages for tensor in ema.average.values()]
+    return [*norms, *map(full, (*parameters, *moments, *averaged)), *read]
 
 
 def test_the_norm_of_the_update_is_that_of_the_change_of_all_weights() -> None:

@@ -42,7 +42,6 @@ from torchditan.planner.alternatives import alternatives, is_better
 from torchditan.planner.devices import DEVICES, device_named
 from torchditan.planner.memory import Parameters, Weight, model_parameters, model_state
 from torchditan.planner.plan import largest_batch, plan_run
-from torchditan.planner.plan_report import describe
 from torchditan.planner.recorder import StepRecorder
 from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_blocks
 from torchditan.registry import FAMILIES, registered
@@ -680,18 +679,6 @@ def test_an_unknown_device_is_planned_for_memory_alone() -> None:
         assert (plan.fits, plan.bound, plan.min_step_time_s, plan.min_seconds_per_image) == (None, None, None, None)
         assert plan.state == known.state
     assert math.isclose(sum(known.parts.values()) / planner.GIB, known.peak_memory_gib)
-
-
-def test_averages_that_are_stored_count_in_memory_and_on_disk() -> None:
-    plain = plan_run(config_of(), device="h100", num_devices=2)
-    flags = ["--ema.post_hoc_widths=0.05,0.1", "--ema.post_hoc_interval=40", "--training.steps=100"]
-    for enabled, number in (("true", 3), ("false", 2)):
-        config = config_of(*flags, f"--ema.enable={enabled}")
-        plan = plan_run(config, device="h100", num_devices=2)
-        assert plan.state == {**plain.state, "ema": number * plain.state["ema"]}
-        assert plan.peak.total == plain.peak.total + (number - 1) * plain.state["ema"]
-        size = 2 * 4 * plan.num_trained_parameters / 1e9
-        assert f"disk: 3 snapshots of averages of {size:,.3f} GB, {3 * size:,.3f} GB in all" in describe(plan)
 
 
 def test_offload_keeps_the_state_off_the_device() -> None:

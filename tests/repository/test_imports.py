@@ -27,7 +27,6 @@ OPTIONAL_PARTS = {
     "torchditan.datasets.latents",
     "torchditan.ablation",
     "torchditan.autoencoders",
-    "torchditan.checkpoint.post_hoc_ema",
     "torchditan.checkpoint.trained_weights",
     "torchditan.distributed.compilation",
     "torchditan.distributed.float32_products",
@@ -59,7 +58,6 @@ OPTIONAL_PARTS = {
     "torchditan.optim.adamw_8bit",
     "torchditan.optim.loss_scaling",
     "torchditan.optim.muon",
-    "torchditan.optim.power_ema",
     "torchditan.planner",
     "torchditan.report",
     "torchditan.run.tensor_cache",
@@ -205,17 +203,15 @@ def test_the_core_imports_no_optional_part_not_even_through_others(core: str) ->
         if name not in reached:
             reached.add(name)
             waiting += graph[name]
-    # Chosen by an option inside a function: torch.compile, the two precisions, attention kernels, averages that are
-    # stored, and the scores of a grid of captions. Autoencoders and metrics use float32_products.
+    # Chosen by an option inside a function: torch.compile, the two precisions, attention kernels, and the scores of a
+    # grid of captions. Autoencoders and metrics use float32_products.
     chosen = {
-        "torchditan.checkpoint.post_hoc_ema",
         "torchditan.distributed.compilation",
         "torchditan.distributed.float32_products",
         "torchditan.distributed.float8",
         "torchditan.optim.adamw_8bit",
         "torchditan.optim.loss_scaling",
         "torchditan.distributed.attention_backend",
-        "torchditan.optim.power_ema",
         "torchditan.evaluation.reconstruction",
         "torchditan.autoencoders",
         "torchditan.autoencoders.autoencoder",

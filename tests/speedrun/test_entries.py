@@ -60,6 +60,7 @@ def test_an_entry_inherits_what_it_does_not_change(tmp_path: Path) -> None:
     entry = entries.load("change.toml", folder=tmp_path)
     assert entry.settings == {**entries.load("base", folder=tmp_path).settings, "optimizer.lr": 3e-3}
     assert (entry.images, entry.num_steps, entry.ema_width) == (640, 10, 0.05)
+    assert [flag for flag in entry.flags(seed=0) if flag.startswith("--ema")] == ["--ema.width=0.05"]
     tuned = entries.load("change", {"optimizer.lr": 1e-4}, folder=tmp_path)
     assert tuned.settings["optimizer.lr"] == 1e-4
 
@@ -78,8 +79,8 @@ def test_a_recipe_names_what_changes_a_step_and_a_digest_what_changes_the_traini
     )
     assert base.recipe() == longer.recipe() == averaged.recipe() == sampled.recipe() != trained.recipe()
     assert base.digest() == sampled.digest()
-    assert len({entry.digest() for entry in (base, longer, averaged, trained)}) == 4
-    assert replace(averaged, ema_width=0.05).digest() == averaged.digest()
+    wider = replace(averaged, ema_width=0.2)
+    assert len({entry.digest() for entry in (base, longer, averaged, wider, trained)}) == 5
 
 
 def test_an_entry_may_bring_an_objective_in_one_file(tmp_path: Path) -> None:

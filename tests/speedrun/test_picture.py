@@ -40,13 +40,13 @@ def draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 def score(folder: Path, name: str) -> None:
     """A result of seed 10 whose sample i has the gray value i / 8."""
     entry = entries.load(name)
-    trial = Trial(entry, 10, (), {}, folder, folder)
-    trial.evaluation(entry.ema_width).mkdir(parents=True)
+    trial = Trial(entry, 10, {}, folder, folder)
+    trial.evaluation.mkdir(parents=True)
     gray = np.arange(entries.NUM_SAMPLES) // 8
     images = np.broadcast_to(gray.astype(np.uint8)[:, None, None, None], (len(gray), 32, 32, 3))
-    np.savez(trial.evaluation(entry.ema_width) / "samples.npz", images)
-    trial.result_path(entry.ema_width).parent.mkdir()
-    trial.result_path(entry.ema_width).write_text(json.dumps({"figures": {"fd": 12.34}}))
+    np.savez(trial.evaluation / "samples.npz", images)
+    trial.result_path.parent.mkdir()
+    trial.result_path.write_text(json.dumps({"figures": {"fd": 12.34}}))
 
 
 def test_it_shows_the_first_samples_of_each_class_next_to_training_images(

@@ -29,7 +29,7 @@ _SPEC.loader.exec_module(run)
 
 
 class Scripts:
-    """In place of train.py and the commands `average` and `evaluate`: writes what they write."""
+    """In place of train.py and the command `evaluate`: writes what they write."""
 
     def __init__(self, *, evaluations: int = 32) -> None:
         self.evaluations = evaluations
@@ -60,10 +60,6 @@ class Scripts:
             }
             (folder / "config.json").write_text(json.dumps(stored))
             (folder / "status.json").write_text(json.dumps({"state": "completed"}))
-        elif script == "average":
-            averaged = folder.with_name(f"{folder.name}_ema_{arguments[2]}")
-            averaged.mkdir()
-            (averaged / "config.json").write_text("{}")
         else:
             out = Path(next(flag for flag in arguments if flag.startswith("--out=")).removeprefix("--out="))
             out.mkdir(parents=True)
@@ -83,19 +79,19 @@ def test_a_result_has_all_that_a_reader_checks(
 ) -> None:
     monkeypatch.setattr(run, "_call", scripts := Scripts())
     (trial,) = trials(tmp_path, "--seeds", "2")
-    (result,) = run.make(trial)
+    result = run.make(trial)
     assert json.loads((tmp_path / "results/official_dit/seed-2.json").read_text()) == result
     assert result["training_flops"] == 10 * 1e12 + 4 * 1e12
     assert (result["steps"], result["images"], result["last_loss"], result["training_seconds"]) == (14, 896, 0.4, 7.5)
     assert result["figures"]["fd"] == 50
     assert result["definition"] == json.loads(json.dumps(entries.load("official_dit").definition()))
-    assert [script for script, _ in scripts.calls] == ["train.py", "average", "evaluate"]
-    assert {"--num_samples=2048", "--seed=0", "--metrics=effnet", "--sampling.num_steps=32"} < {*scripts.calls[2][1]}
+    assert [script for script, _ in scripts.calls] == ["train.py", "evaluate"]
+    assert {"--num_samples=2048", "--seed=0", "--metrics=effnet", "--sampling.num_steps=32"} < {*scripts.calls[1][1]}
     run.make(trial)
-    assert len(scripts.calls) == 3, "a result that exists is not made again"
+    assert len(scripts.calls) == 2, "a result that exists is not made again"
     first, second = capsys.readouterr().out.splitlines()
     assert first == "seed-2.json: FD-EffNetLite0 50.00"
-    assert second == f"{trial.result_path(None)} exists; to repeat it: --check, or delete it"
+    assert second == f"{trial.result_path} exists; to repeat it: --check, or delete it"
 
 
 def test_each_step_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
@@ -107,17 +103,19 @@ def test_each_step_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert log.read_text() == "one step\n"
 
 
-def test_one_training_serves_several_averages_and_samplers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_share_a_training_and_widths_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_call", scripts := Scripts())
-    (trial,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "--ema_widths", "0.15", "0")
-    run.make(trial)
-    (other,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "sampling.num_steps=16")
-    assert other.run == trial.run
-    run.make(other)
-    assert [script for script, _ in scripts.calls].count("evaluate") == 3
+    changed = ["--seeds", "100", "--set", "optimizer.lr=3e-3"]
+    wide, without = trials(tmp_path, *changed, "--ema_widths", "0.15", "0")
+    (sampled,) = trials(tmp_path, *changed, "sampling.num_steps=16", "--ema_widths", "0.15")
+    assert sampled.run == wide.run != without.run
+    for trial in (wide, without, sampled):
+        run.make(trial)
+    trained = [arguments for script, arguments in scripts.calls if script == "train.py"]
+    assert [[flag for flag in flags if flag.startswith("--ema")] for flags in trained] == [["--ema.width=0.15"], []]
     assert sorted(path.name for path in (tmp_path / "results/tuning").iterdir()) == [
         "official_dit_optimizer.lr-0.003_ema-0.15_seed-100.json",
-        f"official_dit_optimizer.lr-0.003_sampling.num-steps-16_ema-{other.entry.ema_width}_seed-100.json",
+        "official_dit_optimizer.lr-0.003_sampling.num-steps-16_ema-0.15_seed-100.json",
         "official_dit_optimizer.lr-0.003_seed-100.json",
     ]
 
@@ -138,7 +136,7 @@ def test_a_changed_entry_is_trained_anew_and_its_old_result_refused(
     changed = replace(trial, entry=replace(trial.entry, settings={**trial.entry.settings, "optimizer.lr": 5e-3}))
     with pytest.raises(ConfigError, match=r"seed-0\.json was made with an older version of official_dit; delete it"):
         run.make(changed)
-    trial.result_path(None).unlink()
+    trial.result_path.unlink()
     run.make(changed)
     assert [script for script, _ in scripts.calls].count("train.py") == 2
 
@@ -152,7 +150,7 @@ def test_a_failed_training_is_a_trial_when_tuning_and_an_error_otherwise(
         raise ConfigError("train.py failed (1)")
 
     monkeypatch.setattr(run, "_call", fail)
-    (result,) = run.make(trials(tmp_path, "--seeds", "100")[0])
+    result = run.make(trials(tmp_path, "--seeds", "100")[0])
     assert result["failed"] == "step 7: the loss is NaN"
     with pytest.raises(ConfigError, match=r"train\.py failed"):
         run.make(trials(tmp_path, "--seeds", "0")[0])
@@ -184,7 +182,7 @@ def test_a_check_repeats_a_committed_result_and_compares(
     for _ in range(2):  # a finished check starts anew
         assert run.check(again, tmp_path / "results", jobs=1)
     assert [script for script, _ in scripts.calls].count("train.py") == 3
-    path = committed.result_path(committed.entry.ema_width)
+    path = committed.result_path
     result = json.loads(path.read_text())
     result["figures"]["fd"] *= 1.05
     path.write_text(json.dumps(result))

@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 def test_the_weights_go_everywhere_without_the_head(tmp_path: Path, train: Train, run_script: RunScript) -> None:
     with_head = f"--diffusion.ingredients={ALIGNED}"
-    averages = ["--ema.post_hoc_widths=0.05,0.1", "--ema.post_hoc_interval=1"]
-    train("with head", with_head, "--training.steps=2", *KEEP, *averages)
+    train("with head", with_head, "--training.steps=2", *KEEP)
     train("plain", "--training.steps=1", *KEEP)
     assert run_script("torchditan", "generate", "with head", "--classes=1", "--sampling.num_steps=2").code == 0
     assert run_script("torchditan", "export", "with head", "w.safetensors").code == 0
     assert run_script("torchditan", "import", "w.safetensors", "imported").code == 0
-    outcome = run_script("torchditan", "average", "with head", "--width=0.075")
-    assert outcome.code == 0, outcome.err
     stored = read_state(tmp_path / "with head/checkpoint/step-00000002", "ema.")
     model = torchditan.load("imported").model
     expected = {name: value for name, value in stored.items() if not name.startswith("ema.heads.")}

@@ -1,6 +1,6 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Checkpoints: contents (run_state.py), writing (manager.py), loading (loading.py), files on disk (files.py),
-snapshots of averages (post_hoc_ema.py), and weights for a model outside training (trained_weights.py).
+and weights for a model outside training (trained_weights.py).
 
 May import: config, distributed, models, optim, registry, run, supervision.
 """

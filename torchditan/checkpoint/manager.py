@@ -94,8 +94,6 @@ class CheckpointManager:
         warn: prints a line. Called on rank 0, possibly by the writing thread.
     """
 
-    what = "checkpoint"
-
     def __init__(
         self,
         folder: Path,
@@ -246,8 +244,8 @@ class CheckpointManager:
                     discard(partial)
                 if snapshot.step < self.num_steps:
                     last = latest_checkpoint(self.folder)
-                    kept = f"the last one is {last.name}" if last else f"no {self.what} exists yet"
-                    missing = f"no {self.what} of step {snapshot.step}: {self.failure}"
+                    kept = f"the last one is {last.name}" if last else "no checkpoint exists yet"
+                    missing = f"no checkpoint of step {snapshot.step}: {self.failure}"
                     self.warn(f"warning: {missing}; {kept}. The run continues")
             else:
                 self._published_step = snapshot.step
@@ -297,7 +295,7 @@ class CheckpointManager:
             other = str(error)
         refusal, failure = self._any_of(refused), self._any_of(other)
         if refusal is None and failure is not None:
-            raise RuntimeError(f"the {self.what} cannot be written: {failure}")
+            raise RuntimeError(f"the checkpoint cannot be written: {failure}")
         return refusal
 
     def load_latest(self) -> bool:

@@ -43,7 +43,6 @@ COMMANDS = {
         ("refit_time",),
     ),
     "export_lora": Command("torchditan.commands.export_lora", "a LoRA as one file, for diffusers or kohya"),
-    "average": Command("torchditan.commands.reconstruct_ema", "averages of other widths from a run's stored weights"),
     "timeline": Command(
         "torchditan.commands.samples_over_steps", "a run's samples over its steps, as a strip and a GIF"
     ),

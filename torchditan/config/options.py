@@ -526,10 +526,8 @@ class EMA:
     """Decay per step after warmup; 0.9999 suits a global batch of 256."""
     warmup: bool = True
     """Average over fewer steps at the start: decay min(decay, (1 + step) / (10 + step))."""
-    post_hoc_widths: list[float] = field(default_factory=list)
-    """Relative widths of averages from which other widths can be computed: [0.05, 0.1] (docs/optimizer_and_ema.md)."""
-    post_hoc_interval: int = 1000
-    """Steps between two snapshots of the averages of post_hoc_widths; there is one of the last step too."""
+    width: float | None = None
+    """In place of decay and warmup: the average's width relative to the steps so far, such as 0.05 (sigma_rel)."""
 
 
 @dataclass(frozen=True)

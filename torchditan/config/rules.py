@@ -55,7 +55,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "dataset.bucket_step dataset.num_frames diffusion.timestep_shift_base "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
         "training.data_parallel_replicate_degree training.context_parallel_degree "
-        "checkpoint.interval ema.post_hoc_interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
+        "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
         "evaluation.num_samples "
         "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds text_encoder.max_length "
@@ -104,9 +104,9 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "autoencoder.scale",
     ),
     (
-        "must be different numbers above 0 and below 0.2887, the width of a uniform average",
-        lambda values: all(0 < value < 0.2887 for value in values) and len({*values}) == len(values),
-        "ema.post_hoc_widths",
+        "must be above 0 and below 0.2887, the width of a uniform average",
+        lambda value: 0 < value < 0.2887,
+        "ema.width",
     ),
     (
         "must be above 1, or 0 for none",
@@ -258,9 +258,9 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "has no effect without TensorBoard; set --metrics.enable_tensorboard, or leave it out",
     ),
     (
-        lambda config: not config.ema.post_hoc_widths,
-        "ema.post_hoc_interval",
-        "has no effect without ema.post_hoc_widths; leave it out",
+        lambda config: config.ema.width is not None,
+        "ema.decay ema.warmup",
+        "has no effect with ema.width; leave it out, or set its default, {default}",
     ),
     (
         lambda config: config.lora.rank == 0,
@@ -340,7 +340,7 @@ _IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
         "activation_checkpoint.fraction",
         'activation_checkpoint.mode = "fraction"',
     ),
-    (lambda config, _: not config.ema.enable, "ema.decay ema.warmup", "ema.enable"),
+    (lambda config, _: not config.ema.enable, "ema.decay ema.warmup ema.width", "ema.enable"),
     (lambda config, _: config.dataset.num_workers == 0, "dataset.prefetch_factor", "dataset.num_workers above 0"),
     (
         lambda config, _: config.dataset.dataset_name != "dummy",

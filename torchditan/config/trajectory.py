@@ -34,7 +34,6 @@ _SECTIONS = (
 )
 
 _NOT_TRAJECTORY = (
-    "ema.post_hoc_interval",
     "dataset.root_dir",  # a moved dataset is the same data
     "dataset.num_workers",
     "dataset.prefetch_factor",

@@ -107,9 +107,9 @@ class Origin:
     images_seen: int | None = None
     weights: Literal["ema", "raw"] | None = None
     ema_decay: float | None = None
-    """None for raw weights, and for an average that was computed after training."""
+    """None for raw weights, and with `ema.width`."""
     ema_width: float | None = None
-    """Relative width of an average that was computed after training."""
+    """`ema.width`; None for raw weights."""
     training_seed: int | None = None
     config_hash: str | None = None
     """SHA-256 of the canonical JSON of the stored configuration."""
@@ -508,15 +508,16 @@ def origin_of_run(
     imported = content.get("imported")
     if not isinstance(imported, dict):
         imported = {}
-    is_foreign, ema_width = "format" in imported, imported.get("ema_width")
+    is_foreign = "format" in imported
+    ema = config.ema if weights == "ema" and not is_foreign else None
     return Origin(
         run=str(run),
         run_id=content.get("run_id"),
         step=step,
         images_seen=images_seen,
         weights=weights,
-        ema_decay=config.ema.decay if weights == "ema" and not is_foreign and ema_width is None else None,
-        ema_width=ema_width,
+        ema_decay=None if ema is None or ema.width is not None else ema.decay,
+        ema_width=None if ema is None else ema.width,
         training_seed=None if is_foreign else config.training.seed,
         config_hash=_hash(content["config"]),
         trajectory_hash=trajectory_hash(stored),

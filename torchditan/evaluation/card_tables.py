@@ -252,13 +252,7 @@ def _other_origin(card: Card, origin: Origin) -> str | None:
         return f"evaluated another run, {card.run}, and this is {origin.run} ({differs}); must be a card of this run"
     if card.step != origin.step:
         return f"evaluated step {card.step}, and this is step {origin.step}; add --step={card.step}"
-    if card.ema_width != origin.ema_width:
-        return f"evaluated {_weights(card)}, and this is {_weights(origin)}; must be a card of these weights"
     return None
-
-
-def _weights(origin: Origin) -> str:
-    return "weights of training" if origin.ema_width is None else f"an average of width {origin.ema_width:g}"
 
 
 def _source(origin: Origin) -> str:

@@ -23,7 +23,7 @@ from torchditan.distributed.parallelize import parallelize
 from torchditan.distributed.process_group import from_rank_0, init_process_group, raise_on_all_ranks
 from torchditan.job.prepare import Job
 from torchditan.models.flops import count_model_flops
-from torchditan.optim.divergence import DivergenceGuard, LossSpikes
+from torchditan.optim.divergence import LossSpikes
 from torchditan.optim.ema import EMA
 from torchditan.optim.optimizers import optimizer_flops
 from torchditan.registry import LOAD_INITIAL_WEIGHTS
@@ -32,7 +32,6 @@ from torchditan.run.training_progress import Progress
 from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
-    from torchditan.checkpoint.post_hoc_ema import PostHocEMA
     from torchditan.data_stream.streamed import SequentialStream
     from torchditan.optim.loss_scaling import LossScaler
 
@@ -145,18 +144,8 @@ def build_ema(config: Config, model: nn.Module) -> EMA | None:
     options = config.ema
     if not options.enable:
         return None
-    return EMA(model, decay=options.decay, warmup=options.warmup, only_trained=config.lora.rank > 0)
-
-
-def build_post_hoc_ema(
-    job: Job, model: nn.Module, supervision: Supervision, guard: DivergenceGuard
-) -> PostHocEMA | None:
-    """The averages of `ema.post_hoc_widths`; None without widths."""
-    if not job.config.ema.post_hoc_widths:
-        return None
-    from torchditan.checkpoint.post_hoc_ema import PostHocEMA
-
-    return PostHocEMA(model, config=job.config, run_folder=job.run_directory.path, supervision=supervision, guard=guard)
+    only_trained = config.lora.rank > 0
+    return EMA(model, decay=options.decay, warmup=options.warmup, width=options.width, only_trained=only_trained)
 
 
 def build_stream(job: Job) -> TrainingStream | SequentialStream:

@@ -110,7 +110,6 @@ def model_state(
     num_shards: int,
     shard_rank: int = 0,
     ema: Literal["none", "all", "trained"] = "all",
-    num_averages: int = 1,
     optimizer: Optimizer = _ADAMW,
 ) -> dict[str, int]:
     """Bytes of one rank's local tensors: parameters, gradients, the optimizer's state, EMA.
@@ -119,8 +118,7 @@ def model_state(
         parameters: of the model.
         num_shards: ranks the parameters are sharded over, 1 in DDP.
         shard_rank: rank of the shard; the first has the most.
-        ema: weights that have averages.
-        num_averages: of each of these weights.
+        ema: weights that have an average.
         optimizer: options of the optimizer.
     """
     sizes = {tensor: tensor.local(num_shards, shard_rank) for tensor in parameters.all}
@@ -131,8 +129,7 @@ def model_state(
         "optimizer": optimizer_state_bytes(
             optimizer, [(tensor.name, tensor.shape, tensor.rows(num_shards, shard_rank)) for tensor in trained]
         ),
-        "ema": num_averages
-        * sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
+        "ema": sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
         if ema != "none"
         else 0,
     }
@@ -150,11 +147,9 @@ class Layout:
     """Bytes of a gradient while it is reduced."""
     num_micro_batches: int
     ema: Literal["none", "all", "trained"]
-    """Weights that have averages."""
+    """Weights that have an average."""
     cpu_offload: bool
     optimizer: Optimizer
-    num_averages: int = 1
-    """Averages of each of these weights: the EMA, and those of `ema.post_hoc_widths`."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When gathered weights are freed; see `parallelize`."""
 
@@ -253,7 +248,6 @@ class _Step:
                 parameters,
                 num_shards=layout.num_shards,
                 ema=layout.ema,
-                num_averages=layout.num_averages,
                 optimizer=layout.optimizer,
             )
         self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}

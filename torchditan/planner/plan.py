@@ -317,7 +317,6 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
         num_micro_batches=num_micro_batches,
         ema=_ema(config),
-        num_averages=config.ema.enable + len(config.ema.post_hoc_widths),
         cpu_offload=training.enable_cpu_offload,
         optimizer=config.optimizer,
         reshard_after_forward=training.reshard_after_forward,
@@ -341,7 +340,6 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
             model.parameters,
             num_shards=dims.num_shards,
             ema=layout.ema,
-            num_averages=layout.num_averages,
             optimizer=layout.optimizer,
         ),
         peak=max(instants, key=lambda instant: instant.total),
@@ -350,7 +348,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
 
 
 def _ema(config: Config) -> Literal["none", "all", "trained"]:
-    if not config.ema.enable and not config.ema.post_hoc_widths:
+    if not config.ema.enable:
         return "none"
     return "trained" if config.lora.rank else "all"
 

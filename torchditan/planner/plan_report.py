@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchditan.config.options import Config
-from torchditan.optim.power_ema import num_snapshots
 from torchditan.planner.alternatives import Alternative
-from torchditan.planner.memory import FLOAT32
 from torchditan.planner.plan import GIB, USABLE_MEMORY, Plan
 from torchditan.planner.step_bound import model_peak
 from torchditan.registry import FAMILIES
@@ -62,8 +60,6 @@ def describe(plan: Plan) -> str:
     ]
     if config.training.compile:
         lines.append("  blocks are planned as eager; compiled ones need less")
-    if config.ema.post_hoc_widths:
-        lines += ["", _snapshots(plan)]
     return "\n".join([*lines, *_bound(plan)])
 
 
@@ -92,14 +88,6 @@ def model_name(config: Config) -> str:
     """`DiT-7B/2`, or `flux/FLUX.1-dev`."""
     model = config.model
     return f"{model.flavor}/{model.patch_size}" if model.name not in FAMILIES else f"{model.name}/{model.flavor}"
-
-
-def _snapshots(plan: Plan) -> str:
-    """Disk space of `ema.post_hoc_widths`."""
-    ema = plan.config.ema
-    number = num_snapshots(plan.config.training.steps, ema.post_hoc_interval)
-    size = FLOAT32 * plan.num_trained_parameters * len(ema.post_hoc_widths) / 1e9
-    return f"disk: {number} snapshots of averages of {size:,.3f} GB, {number * size:,.3f} GB in all"
 
 
 def _verdict(plan: Plan) -> str:

@@ -50,7 +50,7 @@ ALWAYS_KEYS = (
 )
 ALL_KEYS = (
     *ALWAYS_KEYS,
-    *(f"{task}_s" for task in ("checkpoint", "evaluation", "post_hoc_ema", "profiling", "sampling", "validation")),
+    *(f"{task}_s" for task in ("checkpoint", "evaluation", "profiling", "sampling", "validation")),
     *("corrupt_images_rank0", "encoding_percent", "loss_scale", "overflows", "rollbacks", "seconds_per_image"),
     *("psnr", "psnr_to_original", "ssim", "ssim_to_original", "validation_loss"),
 )

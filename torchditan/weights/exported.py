@@ -61,8 +61,6 @@ class StoredWeights:
     images_seen: int | None = None
     weights: Kind | None = None
     git_commit: str | None = None
-    ema_width: float | None = None
-    """Of an average that `reconstructed_ema.py` computed; None for others."""
     class_names: list[str] = field(default_factory=list)
     """By label; empty if they are not known."""
 
@@ -126,9 +124,7 @@ def export_model(
         if not dist.is_initialized() or dist.get_rank() == 0:
             content = _run_content(path, config)
             commit, class_names = content.get("git_commit"), names_in(content.get("class_names"))
-            stored = StoredWeights(
-                path, shapes, config, progress.step, progress.images_seen, kind, commit, class_names=class_names
-            )
+            stored = StoredWeights(path, shapes, config, progress.step, progress.images_seen, kind, commit, class_names)
             entries = [TensorToWrite(name, shape, torch.float32, partial(read, name)) for name, shape in shapes.items()]
             write_weights(path, entries, _to_metadata(stored))
     finally:
@@ -261,10 +257,9 @@ def describe_file(path: Path) -> StoredWeights:
     step, images_seen = (_parse_count(metadata.get(key)) for key in ("step", "images_seen"))
     if config is None or weights not in ("ema", "raw") or step is None or step >= 10**8 or images_seen is None:
         raise ConfigError(f"{path} has invalid metadata; export it again")
-    kind, width = cast(Kind, weights), _parse_width(metadata.get("ema_width"))
     class_names = names_in(_parse_json(metadata.get("class_names")))
     commit = metadata.get("git_commit")
-    return StoredWeights(path, shapes, config, step, images_seen, kind, commit, width, class_names)
+    return StoredWeights(path, shapes, config, step, images_seen, cast(Kind, weights), commit, class_names)
 
 
 def describe_weights(path: Path, *, weights: Kind | None) -> StoredWeights:
@@ -308,7 +303,6 @@ def _describe_checkpoint(checkpoint: Path, *, weights: Kind | None) -> StoredWei
         raise _not_kept(weights)
     weights = weights or ("ema" if shapes["ema"] else "raw")
     content = _run_content(checkpoint, config)
-    imported = content.get("imported")
     return StoredWeights(
         checkpoint,
         shapes[weights],
@@ -317,7 +311,6 @@ def _describe_checkpoint(checkpoint: Path, *, weights: Kind | None) -> StoredWei
         progress.images_seen,
         weights,
         content.get("git_commit"),
-        imported.get("ema_width") if isinstance(imported, dict) else None,
         names_in(content.get("class_names")),
     )
 
@@ -379,7 +372,6 @@ def _to_metadata(stored: StoredWeights) -> dict[str, str]:
     }
     further = {
         "git_commit": stored.git_commit,
-        "ema_width": stored.ema_width,
         "class_names": to_json(stored.class_names).decode() if stored.class_names else None,
     }
     return texts | {name: str(value) for name, value in further.items() if value is not None}
@@ -401,14 +393,6 @@ def _parse_json(text: str | bytes | None) -> Any:
 def names_in(value: Any) -> list[str]:
     """The class names that a file contains; [] if it contains none."""
     return value if isinstance(value, list) and all(isinstance(name, str) for name in value) else []
-
-
-def _parse_width(text: str | None) -> float | None:
-    try:
-        width = float(text or "")
-    except ValueError:
-        return None
-    return width if 0 < width < 1 else None
 
 
 def _parse_count(text: str | None) -> int | None:

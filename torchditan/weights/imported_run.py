@@ -121,10 +121,9 @@ def create_run(
     Raises:
         ConfigError: the weights do not match the model of the configuration, or `run` cannot be written.
     """
-    if not config.lora.rank:  # a LoRA is stored without the model that it changes
-        with torch.device("meta"):
-            model = stored_spec(config).build()
-        refuse_other_model(model, stored, [])
+    with torch.device("meta"):
+        model = stored_spec(config).build()
+    refuse_other_model(model, stored, [])
     with new_folder(run, replace=replace) as partial:
         _write_run(partial, stored, config, tensors, origin)
         for name, text in files.items():
@@ -167,8 +166,6 @@ def _write_run(
     identity = {**trajectory(config), "imported_from": source}  # train.py never creates this key
     _write_checkpoint(run / config.checkpoint.folder, stored, config, identity, tensors)
     imported = {"file": stored.path.name, "step": stored.step, "weights": stored.weights}
-    if stored.ema_width is not None:
-        imported["ema_width"] = stored.ema_width
     content = {
         "run_id": uuid4().hex[:8],
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
