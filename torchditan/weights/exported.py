@@ -342,7 +342,7 @@ def run_of_weights(checkpoint: Path, config: dict[str, dict[str, Any]]) -> Path 
 def find_weights(path: Path, *, step: int | None = None) -> Path:
     """The checkpoint of a run directory, or `path` itself if it is a checkpoint folder. It is complete.
 
-    Its tensors are verified when they are read. A run without checkpoints has a file of its final weights instead.
+    A run without checkpoints has a file of its final weights instead.
 
     Raises:
         ConfigError: the path is neither, or has no usable checkpoint.
