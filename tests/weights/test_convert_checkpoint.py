@@ -623,6 +623,7 @@ LARGE = {
     "model.flavor": "DiT-B",
     "model.input_channels": 4,
     "model.conditioning": "in_context",
+    "model.sample_size": [32, 32],
     "dataset.image_size": [32, 32],
     "dataset.num_classes": 10,
 }

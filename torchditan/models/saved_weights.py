@@ -5,7 +5,7 @@ Notable:
 - the list contains every parameter and every persistent buffer (SD3's position table), by its name in the bare model;
 - an average contains only the parameters, because training changes no buffer. To complete averaged weights, take the
   buffers that the same checkpoint stores with the raw weights;
-- older versions exported averaged weights without buffers: a model keeps its own buffers if none are stored;
+- files of other projects may lack buffers: a model then keeps its own;
 - weights that only training uses are in checkpoints and averages, but are never exported or loaded elsewhere.
 """
 
