@@ -4,7 +4,7 @@
 
 Notable:
 - the trainer builds the model, its optimizer and its average, and trains between the saves, on random samples;
-- "disabled" is a synchronous save: files, checksums, fsync, rename. "async" measures how long training
+- "disabled" is a synchronous save: files, fsync, rename. "async" measures how long training
   waits (the stall) and how long the background write takes. The first stall, which allocates the memory of the copy, is
   listed separately;
 - the variants run in turns, and the median of the rounds counts.

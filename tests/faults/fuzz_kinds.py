@@ -33,7 +33,7 @@ from torchditan import load
 from torchditan.ablation.grid import load_grid
 from torchditan.ablation.ledger import write_ledger
 from torchditan.autoencoders import open_autoencoder
-from torchditan.checkpoint.files import MANIFEST, read_manifest, write_manifest
+from torchditan.checkpoint.files import read_manifest, write_manifest
 from torchditan.commands.samples_over_steps import read_grids
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict, to_toml
@@ -145,12 +145,8 @@ def _open_shared() -> None:
 
 def _seal_checkpoint() -> None:
     (checkpoint,) = Path("run/checkpoint").glob("step-*")
-    manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-    checksums: dict[str, list[Any]] = {}
-    for path in checkpoint.iterdir():
-        if path.name != MANIFEST:
-            checksums[path.name] = [path.stat().st_size, sha256_of(path)]
-    write_manifest(checkpoint, step=manifest["step"], trajectory=manifest["trajectory"], checksums=checksums)
+    manifest = read_manifest(checkpoint)
+    write_manifest(checkpoint, step=manifest["step"], trajectory=manifest["trajectory"])
     read_manifest(checkpoint)
 
 

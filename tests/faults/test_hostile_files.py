@@ -531,13 +531,7 @@ def checkpoint(trained: Path, here: Path) -> Path:
 
 def sign(checkpoint: Path) -> None:
     """Rewrite the manifest to fit the files, as an attacker would."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    checksums: dict[str, list[Any]] = {}
-    for path in checkpoint.iterdir():
-        if path.name != MANIFEST:
-            data = path.read_bytes()
-            checksums[path.name] = [len(data), hashlib.sha256(data).hexdigest()]
-    write_manifest(checkpoint, step=1, trajectory=manifest["trajectory"], checksums=checksums)
+    write_manifest(checkpoint, step=1, trajectory=read_manifest(checkpoint)["trajectory"])
     assert read_manifest(checkpoint)["step"] == 1
 
 
@@ -669,18 +663,13 @@ def test_nor_do_the_scripts_read_it(kind: str, checkpoint: Path, run_script: Run
         {"step": 10**400},
         {"step": None},
         {"files": [1]},
-        {"files": {"../../x": [1, "0"]}},
-        {"files": {"progress.json": [1]}},
+        {"files": {"../../x": 1}},
+        {"files": {"progress.json": "1"}},
         {"trajectory": 3},
-        {"format": 3},
     ],
 )
 def test_a_manifest_of_other_types_is_one_line(change: dict[str, Any], checkpoint: Path, run_script: RunScript) -> None:
-    content = json.loads((checkpoint / MANIFEST).read_text())
-    del content["sha256"]
-    content |= change
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (checkpoint / MANIFEST).write_text(json.dumps({**content, "sha256": digest}))
+    (checkpoint / MANIFEST).write_text(json.dumps({**read_manifest(checkpoint), **change}))
     code, _, errors = run_script("train.py", *SMALL, "--training.steps=2")
     assert code == 2, errors
     assert_refused(errors, "", [str(checkpoint), "manifest.json"])

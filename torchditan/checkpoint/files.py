@@ -1,12 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Checkpoint files on disk: checksums, atomic publishing, and readers that execute no code.
+"""Checkpoint files on disk: atomic publishing, and a reader that executes no code.
 
 Notable:
-- `manifest.json` lists every file of the folder with its size and SHA-256 (as `sha256sum` prints it). A file of tensors
-  has one CRC-32 for each stored tensor instead. The manifest also contains a checksum of itself;
-- checksums are computed while the bytes are written. One rename gives the folder its name once all files are on disk;
-- opening a checkpoint verifies everything but the tensors. A tensor is verified when it is read, so that a program that
-  needs only the averaged weights reads no other byte;
+- torch's own writer and reader store the tensors. `manifest.json`, written last, lists every file with its size. One
+  rename gives the folder its name once all files are on disk;
+- opening a checkpoint checks the manifest, the sizes and the index. A missing or truncated file is found; a changed bit
+  inside a tensor is not;
 - torch's distributed format stores its index (`.metadata`) and small values as pickles. A restricted unpickler reads
   the index and accepts only about two dozen names. The values are read with `weights_only`. No path may leave the
   folder.
@@ -16,26 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
-import hashlib
 import io
 import json
 import os
 import pickle
 import re
 import shutil
-import zlib
-from concurrent.futures import ThreadPoolExecutor
+import stat
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -44,28 +39,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
-from torchditan.run.atomic_files import sha256_of, sync_folder
+from torchditan.run.atomic_files import sync_folder
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
-_FORMATS = (1, 2)
-"""Of the manifest. In the first one, files of tensors have a single checksum."""
-_BUFFER = 1 << 20
-"""torch.save writes a tensor in about 40 small pieces and a large one."""
-_DIFFERS = "does not match its checksum"
 _NAME = re.compile(r"step-(\d{8})")
 _FINAL_WEIGHTS = re.compile(r"step-\d{8}\.safetensors")
 _UNFINISHED = re.compile(r"step-\d{8}\.partial")
@@ -113,112 +95,52 @@ def step_of(checkpoint: Path) -> int:
 # Writing
 
 
-class ChecksummingWriter(dcp.FileSystemWriter):
-    """Writes and syncs this rank's tensors to one file, and computes the checksum of each.
-
-    After writing, `checksums` is {file name: [size in bytes, SHA-256]}. For the file of tensors, {place of a tensor in
-    it: CRC-32} replaces the SHA-256, which would take several times as long. `error` is the first OSError, which torch
-    would otherwise hide behind its own error.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.folder = folder
-        self.checksums: dict[str, list[Any]] = {}
-        self.error: OSError | None = None
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer of one file per rank. It raises the OSError that torch.save hides behind a RuntimeError."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0.distcp"
-        written: Future[list[WriteResult]] = Future()
         try:
-            written.set_result(self._write_tensors(name, plan.items, planner))
-        except OSError as error:
-            self.error = error
-            raise
-        return written
-
-    def _write_tensors(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        results, crc32s, start = [], {}, 0
-        without_crc32 = serialization_config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
-        with (self.folder / name).open("wb", buffering=_BUFFER) as file, ThreadPoolExecutor(1) as pool, without_crc32:
-            for item in items:
-                part = _ChecksummedPart(self, file, pool)
-                _write_item(planner.resolve_data(item), part)
-                place = _StorageInfo(name, start, part.size)
-                results.append(WriteResult(index=item.index, size_in_bytes=part.size, storage_data=place))
-                crc32s[str(start)] = _hexadecimal(part.crc32)
-                start += part.size
-            file.flush()
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                # Free the memory of the written pages: it is that of the next checkpoint, and of cached training data.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self.checksums[name] = [start, crc32s]
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        try:
-            super().finish(metadata, results)
-            index = self.folder / INDEX
-            self.checksums[INDEX] = [index.stat().st_size, sha256_of(index)]
-        except OSError as error:
-            self.error = error
-            raise
+            # torch.load checks no CRC-32, and computing it takes as long as writing.
+            with serialization_config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+                return super().write_data(plan, planner)
+        except Exception as error:
+            hidden: BaseException | None = error
+            while hidden is not None and not isinstance(hidden, OSError):
+                hidden = hidden.__context__
+            raise hidden or error from None
 
 
-def _write_item(data: io.BytesIO | torch.Tensor, part: _ChecksummedPart) -> None:
-    """Write one entry of a state as torch's own writer does."""
-    if isinstance(data, io.BytesIO):
-        part.write(data.getbuffer())
-        return
-    tensor = data.detach().cpu()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part of another tensor, which torch.save would write too
-        tensor = tensor.clone()
-    torch.save(tensor, cast(IO[bytes], part))
+def save_tensors(state: dict[str, Any], folder: Path, **options: Any) -> None:
+    """Write and sync the tensors of a state, which may be sharded, and their index.
+
+    Args:
+        options: of `dcp.save`.
+
+    Raises:
+        OSError: the disk of any rank refused a write; on all ranks.
+        CheckpointException: another error of any rank; on all ranks.
+    """
+    # A copy ahead would use the current GPU of this thread, and threads of asynchronous saves start with the first GPU.
+    writer = _Writer(folder, per_thread_copy_ahead=0)
+    try:
+        dcp.save(state, storage_writer=writer, **options)
+    except CheckpointException as error:
+        refusals = [failure for failure, _ in error.failures.values() if isinstance(failure, OSError)]
+        raise refusals[0] if refusals else error from None
 
 
-class _ChecksummedPart:
-    """A part of a file that is written sequentially. A thread of `pool` reads large pieces while they are written."""
-
-    def __init__(self, writer: ChecksummingWriter, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
-        self.writer = writer
-        self.file = file
-        self.pool = pool
-        self.crc32 = 0
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        bits = memoryview(data).cast("B")  # `data` supports the buffer protocol
-        self.size += len(bits)
-        is_large = len(bits) >= _BUFFER
-        checking = self.pool.submit(zlib.crc32, bits, self.crc32) if is_large else None
-        try:
-            self.file.write(bits)
-        except OSError as error:
-            self.writer.error = error
-            raise
-        finally:  # the memory of `data` is valid only during this call
-            self.crc32 = zlib.crc32(bits, self.crc32) if checking is None else checking.result()
-        return len(bits)
-
-    def flush(self) -> None:
-        """torch.save calls this after each tensor; the file is synced at its end."""
-
-
-def write_json(path: Path, content: Any) -> list[Any]:
-    """Write and sync a file in a folder that is not published yet. Returns [size in bytes, SHA-256]."""
-    data = json.dumps(content, indent=1).encode()
-    with path.open("wb") as file:
-        file.write(data)
+def write_json(path: Path, content: Any) -> None:
+    """Write and sync a file in a folder that is not published yet."""
+    with path.open("w") as file:
+        json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    return [len(data), hashlib.sha256(data).hexdigest()]
 
 
-def write_manifest(folder: Path, *, step: int, trajectory: dict[str, Any], checksums: dict[str, list[Any]]) -> None:
-    """Write the manifest, which makes a folder a checkpoint."""
-    content = {"format": _FORMATS[-1], "step": step, "trajectory": trajectory, "files": dict(sorted(checksums.items()))}
-    write_json(folder / MANIFEST, {**content, "sha256": _digest_of(content)})
+def write_manifest(folder: Path, *, step: int, trajectory: dict[str, Any]) -> None:
+    """Write the manifest, which makes a folder a checkpoint, after all other files."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    write_json(folder / MANIFEST, {"step": step, "trajectory": trajectory, "files": sizes})
 
 
 def publish(partial: Path, target: Path) -> None:
@@ -274,66 +196,37 @@ def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def verify(checkpoint: Path) -> None:
-    """Read a whole checkpoint to check that it is complete and undamaged.
+    """Check that a checkpoint is complete: all files with their sizes, and a valid index.
 
     Raises:
-        DamagedCheckpointError: a file is damaged, missing or unknown.
+        DamagedCheckpointError: a file is missing or unknown, has another size, or cannot be read.
     """
-    reader = CheckpointReader(checkpoint)
-    places = {(place.relative_path, place.offset): place for place in reader.read_metadata().storage_data.values()}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(lambda place: len(reader.read(place).getbuffer()), places.values()):
-            pass
-
-
-def read_back(folder: Path) -> None:
-    """Read back the files of a folder that is not published yet. `ChecksummingWriter` left the tensors on disk only.
-
-    Raises:
-        OSError: a file differs from what was written. Callers treat this like a full disk.
-    """
-    try:
-        verify(folder)
-    except DamagedCheckpointError as error:
-        raise OSError(errno.EIO, f"it does not read back as written: {error}") from None
+    CheckpointReader(checkpoint).read_metadata()
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read and validate the manifest.
 
     Raises:
-        DamagedCheckpointError: it is missing, changed, from another step, or in another format version.
+        DamagedCheckpointError: it is missing, damaged, or from another step.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        step, files, trajectory = (manifest[key] for key in ("step", "files", "trajectory"))
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise DamagedCheckpointError(f"{MANIFEST} is not JSON; it may be truncated") from None
-    if not isinstance(manifest, dict):
-        raise DamagedCheckpointError(f"{MANIFEST} is not a manifest")
-    digest = manifest.pop("sha256", None)
-    if digest != _digest_of(manifest):
-        raise DamagedCheckpointError(f"{MANIFEST} was changed: it does not match its own checksum")
-    if manifest.get("format") not in _FORMATS:
-        known = " and ".join(map(str, _FORMATS))
-        raise DamagedCheckpointError(f"{MANIFEST} is of format {manifest.get('format')}; this version reads {known}")
-    step, files, trajectory = (manifest.get(key) for key in ("step", "files", "trajectory"))
-    if not (isinstance(step, int) and _are_files(files) and isinstance(trajectory, dict)):
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise DamagedCheckpointError(f"{MANIFEST} is not a manifest; it may be truncated") from None
+    if not (isinstance(step, int) and _are_sizes(files) and isinstance(trajectory, dict)):
         raise DamagedCheckpointError(f"{MANIFEST} is not a manifest")
     if step != step_of(checkpoint):
         raise DamagedCheckpointError(f"{MANIFEST} belongs to step {step}")
-    return manifest
+    return manifest  # type: ignore[no-any-return]
 
 
-def _are_files(files: Any) -> bool:
+def _are_sizes(files: Any) -> bool:
     return isinstance(files, dict) and all(
-        _is_plain_name(name)
-        and isinstance(entry, list)
-        and len(entry) == 2
-        and isinstance(entry[0], int)
-        and isinstance(entry[1], (str, dict))
-        for name, entry in files.items()
+        _is_plain_name(name) and isinstance(size, int) for name, size in files.items()
     )
 
 
@@ -341,32 +234,10 @@ def _is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\\" not in name
 
 
-def _damage_of_file(path: Path, size: int, digest: str | dict[str, str]) -> str | None:
-    """Describe the damage of a file, or None. Of a file of tensors, which have the checksums, only the size counts."""
-    try:
-        there = path.stat().st_size
-        if there != size:
-            return f"has {there:,} bytes; must have {size:,}"
-        if path.is_symlink() or not path.is_file():
-            return "is not a regular file"
-        return None if isinstance(digest, dict) or sha256_of(path) == digest else _DIFFERS
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-
-
-def _hexadecimal(crc32: int) -> str:
-    return f"{crc32:08x}"
-
-
-def _digest_of(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads torch's distributed format from an untrusted folder: no code is executed, and no path leaves the folder.
+    """torch's reader for an untrusted folder: no code is executed, and no path leaves the folder.
 
-    `manifest` and `read_metadata` verify everything but the tensors, once. `read_data` verifies the tensors that it
-    reads. All raise DamagedCheckpointError.
+    `manifest` and `read_metadata` check the files once, and raise DamagedCheckpointError.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -375,19 +246,20 @@ class CheckpointReader(dcp.FileSystemReader):
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The content of the manifest. The other files are all there, and those without tensors are intact."""
+        """The content of the manifest. The folder has exactly its files, with their sizes."""
         manifest = read_manifest(self.folder)
         files = manifest["files"]
-        there = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*")} - {MANIFEST}
-        if missing := sorted(files.keys() - there):
-            raise DamagedCheckpointError(f"{missing[0]} is missing")
-        if unknown := sorted(there - files.keys()):
-            raise DamagedCheckpointError(f"{unknown[0]} does not belong to it")
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            found = pool.map(lambda name: _damage_of_file(self.folder / name, *files[name]), files)
-            for name, wrong in zip(files, found, strict=True):
-                if wrong is not None:
-                    raise DamagedCheckpointError(f"{name} {wrong}")
+        try:
+            there = {path.name: path.lstat() for path in self.folder.iterdir() if path.name != MANIFEST}
+        except OSError as error:  # the run may be deleting it
+            raise DamagedCheckpointError(f"it cannot be read ({error.strerror})") from None
+        for name in sorted(files.keys() ^ there.keys()):
+            raise DamagedCheckpointError(f"{name} {'is missing' if name in files else 'does not belong to it'}")
+        for name, size in files.items():
+            if not stat.S_ISREG(there[name].st_mode):
+                raise DamagedCheckpointError(f"{name} is not a regular file")
+            if there[name].st_size != size:
+                raise DamagedCheckpointError(f"{name} has {there[name].st_size:,} bytes; must have {size:,}")
         return manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -409,37 +281,11 @@ class CheckpointReader(dcp.FileSystemReader):
             name = getattr(place, "relative_path", None)
             if not _is_plain_name(name) or name not in files or getattr(place, "transform_descriptors", None):
                 raise DamagedCheckpointError(f"{INDEX} names {name!r}, which is not a file of the checkpoint")
-            numbers = [getattr(place, key, None) for key in ("offset", "length")]
-            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            offset, length = (getattr(place, key, None) for key in ("offset", "length"))
+            is_place = isinstance(offset, int) and isinstance(length, int)
+            if not (is_place and 0 <= offset <= offset + length <= files[name]):
                 raise DamagedCheckpointError(f"{INDEX} has no place in {name} for one of its tensors")
         return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            stored = self.read(self.storage_data[item.storage_index])
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, stored)
-                continue
-            tensor = torch.load(stored, map_location="cpu", weights_only=True)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def read(self, place: _StorageInfo) -> io.BytesIO:
-        """The bytes of one stored tensor, after their verification."""
-        name, checksums = place.relative_path, self.manifest["files"][place.relative_path][1]
-        try:
-            with (self.folder / name).open("rb") as file:
-                file.seek(place.offset)
-                data = file.read(place.length)
-        except OSError as error:
-            raise DamagedCheckpointError(f"{name} cannot be read ({error.strerror})") from None
-        if isinstance(checksums, dict) and _hexadecimal(zlib.crc32(data)) != checksums.get(str(place.offset)):
-            raise DamagedCheckpointError(f"{name} {_DIFFERS}")
-        return io.BytesIO(data)
 
 
 class _IndexUnpickler(pickle.Unpickler):

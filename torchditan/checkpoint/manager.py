@@ -2,11 +2,11 @@
 """Checkpoints in torch's distributed format: sharded, optionally asynchronous writing, and loading on any mesh.
 
 A checkpoint is a folder `step-00000100/`. It contains the tensors of model, EMA and optimizer, the run's `config.json`,
-`progress.json`, and `manifest.json` with the checksums of all files. `progress.json` stores the numbers that determine
+`progress.json`, and `manifest.json` with the sizes of all files. `progress.json` stores the numbers that determine
 the rest of a run: learning rate, data position and randomness are functions of them.
 
 Notable:
-- a checkpoint is written to `step-00000100.partial`, and published by one rename. It is verified when it is loaded;
+- a checkpoint is written to `step-00000100.partial`, and published by one rename. Sizes are checked when it is loaded;
 - a damaged checkpoint is reported, and the newest complete one is used. If every checkpoint is damaged, the run refuses
   to start;
 - a full disk costs a checkpoint, never the run: every rank continues, and the last complete checkpoint stays. At the
@@ -32,21 +32,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan.checkpoint.files import (
     CheckpointReader,
-    ChecksummingWriter,
     DamagedCheckpointError,
     discard,
     discard_unfinished,
     final_weights,
     list_checkpoints,
     publish,
-    read_back,
     remove,
     remove_discarded,
+    save_tensors,
     step_of,
     verify,
     write_json,
@@ -111,7 +109,6 @@ class CheckpointManager:
         """Whether the run writes checkpoints, or only its final weights. True after it continued from a checkpoint."""
         self.config = to_dict(config)
         self.trajectory = trajectory(config) if of_job is None else of_job
-        self.verify_after_write = config.checkpoint.verify_after_write
         self.num_steps = config.training.steps
         self.warn = warn
         # Asynchronous writes run during training, so their collectives need a separate process group.
@@ -231,13 +228,9 @@ class CheckpointManager:
         partial = target.with_suffix(".partial")
         self.failure = self._first_failure(lambda: _recreate(partial) if dist.get_rank() == 0 else None)
         if self.failure is None:
-            files: dict[str, list[Any]] = {}
-            self.failure = self._first_failure(lambda: files.update(self._write_files(partial, snapshot)))
+            self.failure = self._first_failure(lambda: self._write_files(partial, snapshot))
         if self.failure is None:
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, files, group=self.group)
-            checksums = {name: entry for of_rank in everyone for name, entry in of_rank.items()}
-            self.failure = self._first_failure(lambda: self._publish(partial, target, snapshot, checksums))
+            self.failure = self._first_failure(lambda: self._publish(partial, target, snapshot))
         if dist.get_rank() == 0:
             if self.failure is not None:
                 with contextlib.suppress(OSError):  # it may not exist
@@ -255,29 +248,17 @@ class CheckpointManager:
                 self.close()
         self.write_s = time.monotonic() - start
 
-    def _write_files(self, partial: Path, snapshot: Snapshot) -> dict[str, list[Any]]:
-        """Write this rank's files. Returns their checksums."""
-        writer = ChecksummingWriter(partial)
-        try:
-            dcp.save(snapshot.tensors, storage_writer=writer, process_group=self.group, no_dist=self.no_dist)
-        except CheckpointException as error:
-            raise writer.error or error from None
+    def _write_files(self, partial: Path, snapshot: Snapshot) -> None:
+        """Write this rank's files."""
+        save_tensors(snapshot.tensors, partial, process_group=self.group, no_dist=self.no_dist)
         for name, state in snapshot.per_rank.items():
             if state:
-                path = _file_of_rank(partial, name)
-                writer.checksums[path.name] = write_json(path, state)
-        return writer.checksums
+                write_json(_file_of_rank(partial, name), state)
 
-    def _publish(self, partial: Path, target: Path, snapshot: Snapshot, checksums: dict[str, list[Any]]) -> None:
+    def _publish(self, partial: Path, target: Path, snapshot: Snapshot) -> None:
         if dist.get_rank() == 0:
             publish_checkpoint(
-                partial,
-                target,
-                checksums,
-                numbers=snapshot.numbers,
-                config=self.config,
-                trajectory=self.trajectory,
-                verify_after_write=self.verify_after_write,
+                partial, target, numbers=snapshot.numbers, config=self.config, trajectory=self.trajectory
             )
 
     def _first_failure(self, action: Callable[[], object]) -> str | None:
@@ -349,7 +330,7 @@ class CheckpointManager:
         return damage
 
     def _refusal_of(self, reader: CheckpointReader) -> str | None:
-        """Why this rank cannot use a checkpoint. Its tensors are verified later, when they are read."""
+        """Why this rank cannot use a checkpoint."""
         try:
             reader.read_metadata()
             read_progress(reader.folder)
@@ -405,25 +386,19 @@ class CheckpointManager:
 def publish_checkpoint(
     partial: Path,
     target: Path,
-    checksums: dict[str, list[Any]],
     *,
     numbers: Mapping[str, int | float],
     config: dict[str, Any],
     trajectory: dict[str, Any],
-    verify_after_write: bool = False,
 ) -> None:
     """Add the remaining files to a folder of tensors, and publish it as a checkpoint.
 
     Args:
-        checksums: of the files that are already in `partial`.
         numbers: those of the run's `Progress`, and any other numbers stored with them.
-        verify_after_write: read everything back before publishing.
     """
-    own = {CONFIG_FILE: write_json(partial / CONFIG_FILE, config)}
-    own[PROGRESS_FILE] = write_json(partial / PROGRESS_FILE, numbers)
-    write_manifest(partial, step=int(numbers["step"]), trajectory=trajectory, checksums={**checksums, **own})
-    if verify_after_write:
-        read_back(partial)
+    write_json(partial / CONFIG_FILE, config)
+    write_json(partial / PROGRESS_FILE, numbers)
+    write_manifest(partial, step=int(numbers["step"]), trajectory=trajectory)
     publish(partial, target)
 
 

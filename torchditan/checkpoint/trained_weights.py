@@ -24,7 +24,7 @@ from torchditan.models.saved_weights import checkpoint_keys, required_names, sav
 def find_checkpoint(folder: Path, step: int | None) -> Path:
     """The checkpoint of `step`, or the newest complete one. Newer damaged ones are reported.
 
-    Its tensors are verified when they are read. A run without checkpoints has a file of its final weights instead.
+    A run without checkpoints has a file of its final weights instead.
 
     Raises:
         ConfigError: the checkpoint does not exist or is damaged; the message lists the available steps.

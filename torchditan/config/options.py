@@ -387,8 +387,6 @@ class Checkpoint:
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep_latest_k: int = 2
     """Number of checkpoints to keep; 0 keeps all."""
-    verify_after_write: bool = False
-    """Read every checkpoint back from the disk before it counts. Without it, damage is found when it is loaded."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write in the background: training waits only for a copy of the state. Pinned memory is for GPUs."""
     initial_load_path: str | None = None

@@ -355,7 +355,7 @@ _IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
     ),
     (
         lambda config, _: not config.checkpoint.enable_checkpoint,
-        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode checkpoint.verify_after_write",
+        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode",
         "checkpoint.enable_checkpoint",
     ),
     (

@@ -234,8 +234,8 @@ def checked_config(stored: StoredWeights) -> Config:
         check_folders(to_dict(config))
     except ConfigError as error:
         raise ConfigError(f"{stored.path} has a configuration that is not valid here: {error}") from None
-    if None in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels):
-        raise ConfigError(f"{stored.path} has a configuration that does not set image size, classes or channels")
+    if None in (config.model.sample_size, config.dataset.num_classes, config.model.input_channels):
+        raise ConfigError(f"{stored.path} has a configuration that does not set sample size, classes or channels")
     if config.lora.rank:
         raise ConfigError(f"{stored.path} has the configuration of a LoRA, which cannot be opened")
     return config
@@ -335,7 +335,7 @@ def run_of_weights(checkpoint: Path, config: dict[str, dict[str, Any]]) -> Path 
 def find_weights(path: Path, *, step: int | None = None) -> Path:
     """The checkpoint of a run directory, or `path` itself if it is a checkpoint folder. It is complete.
 
-    Its tensors are verified when they are read. A run without checkpoints has a file of its final weights instead.
+    A run without checkpoints has a file of its final weights instead.
 
     Raises:
         ConfigError: the path is neither, or has no usable checkpoint.

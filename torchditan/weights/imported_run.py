@@ -17,11 +17,9 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from torchditan.checkpoint.files import ChecksummingWriter
+from torchditan.checkpoint.files import save_tensors
 from torchditan.checkpoint.manager import publish_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import override, to_dict
@@ -188,13 +186,9 @@ def _write_checkpoint(
     target = folder / f"step-{stored.step:08d}"
     partial = target.with_suffix(".partial")
     partial.mkdir(parents=True)
-    writer = ChecksummingWriter(partial)
-    try:
-        with warnings.catch_warnings():
-            # Saving in a single process is intended here.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({key_of(stored.weights): dict(tensors)}, storage_writer=writer, no_dist=True)
-    except CheckpointException as error:
-        raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None
+    with warnings.catch_warnings():
+        # Saving in a single process is intended here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save_tensors({key_of(stored.weights): dict(tensors)}, partial, no_dist=True)
     numbers = Progress(step=stored.step, images_seen=stored.images_seen).state_dict()
-    publish_checkpoint(partial, target, writer.checksums, numbers=numbers, config=to_dict(config), trajectory=identity)
+    publish_checkpoint(partial, target, numbers=numbers, config=to_dict(config), trajectory=identity)

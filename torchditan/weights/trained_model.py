@@ -501,11 +501,9 @@ def load(
 
 def stored_spec(config: Config) -> ModelSpec:
     """The model spec of a complete configuration, as runs store it."""
-    size, channels, num_classes = config.dataset.image_size, config.model.input_channels, config.dataset.num_classes
+    size, channels, num_classes = config.model.sample_size, config.model.input_channels, config.dataset.num_classes
     assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
-    factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
-    inner = config.model.sample_size or [size[0] // factor, size[-1] // factor]  # older runs do not store it
-    sample_shape = (channels, *inner)
+    sample_shape = (channels, *size)
     return model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
 
 
