@@ -125,6 +125,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_run(path: Path, *, steps: tuple[int, ...] = (4,), **options: Any) -> Path:
     """A run directory with checkpoints of one number."""
     shape = {"dataset.image_size": [8, 8], "dataset.num_classes": 10, "model.input_channels": 1, "model.patch_size": 1}
+    shape["model.sample_size"] = [8, 8]
     config = Config().replace({"model.flavor": "debugmodel", **shape, **options})
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({"run_id": f"id of {path.name}", "config": to_dict(config)}))

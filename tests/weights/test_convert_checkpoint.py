@@ -443,6 +443,7 @@ SENSELESS = ["invalid metadata", "export it again"]
         (lambda m: change(m, model={"flavour": "x"}), ["model.flavour", "model.flavor?"]),
         (lambda m: change(m, model={"patch_size": 0}), ["model.patch_size = 0", "at least 1"]),
         (lambda m: change(m, dataset={"image_size": None}), ["image size", "classes", "channels"]),
+        (lambda m: change(m, model={"sample_size": None}), ["image size", "classes", "channels"]),
         (
             lambda m: change(m, dataset={"num_classes": 9}),
             ["another model", "y_embedder.embedding_table.weight is (11, 64) there and (10, 64) here"],

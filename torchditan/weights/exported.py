@@ -234,8 +234,9 @@ def checked_config(stored: StoredWeights) -> Config:
         check_folders(to_dict(config))
     except ConfigError as error:
         raise ConfigError(f"{stored.path} has a configuration that is not valid here: {error}") from None
-    if None in (config.model.sample_size, config.dataset.num_classes, config.model.input_channels):
-        raise ConfigError(f"{stored.path} has a configuration that does not set sample size, classes or channels")
+    sizes = (config.dataset.image_size, config.model.sample_size)
+    if None in (*sizes, config.dataset.num_classes, config.model.input_channels):
+        raise ConfigError(f"{stored.path} has a configuration that does not set image size, classes or channels")
     if config.lora.rank:
         raise ConfigError(f"{stored.path} has the configuration of a LoRA, which cannot be opened")
     return config
