@@ -24,9 +24,40 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchditan.config.command_line import (
+    RUN_EXAMPLES,
+    RunParser,
+    add_float32_matmul_precision,
+    check_output,
+    check_run,
+    count,
+)
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.config.loader import override
+from torchditan.config.optional_libraries import how_to_install, import_optional
+from torchditan.config.options import Sampling, cache_folder, dataset_channels
+from torchditan.config.prompts import read_prompts
+from torchditan.evaluation.card import (
+    CARD_FILE,
+    Card,
+    ImageSet,
+    Origin,
+    card_figures,
+    environment_of,
+    origin_of_run,
+    read_card,
+    sampling_settings,
+)
+from torchditan.evaluation.card_tables import table, write_card
+from torchditan.registry import FAMILIES, METRICS, entry_name
+from torchditan.run.atomic_files import sha256_of
+from torchditan.run.progress import report_progress
+from torchditan.run.provenance import git_commit
+from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
+from torchditan.weights.shared import is_shared
+
 if TYPE_CHECKING:
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.card import Card, ImageSet
     from torchditan.evaluation.evaluator import Evaluator, RealImages
     from torchditan.evaluation.metric import Pictures, ToPixels
     from torchditan.evaluation.sample_parts import SampleParts
@@ -55,9 +86,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: an option is wrong, or has no effect together with another one.
     """
-    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, count
-    from torchditan.registry import METRICS
-
     parser = RunParser(__doc__, is_run_required=False)
     parser.add_argument(
         "--metrics",
@@ -100,12 +128,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
     parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
-    parser.add_argument(
-        "--save_reference",
-        type=Path,
-        metavar="FILE.npz",
-        help="write the training images and their statistics",
-    )
+    parser.add_argument("--save_reference", type=Path, help="write the training images and their statistics as .npz")
     args, flags = parser.parse(argv)
     without_effect = [name for name in OF_SAMPLES if getattr(args, name) != parser.get_default(name)]
     check(args, [*(f"--{name}" for name in without_effect), *flags])
@@ -115,15 +138,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def check(args: argparse.Namespace, of_samples: Sequence[str]) -> None:
     """Refuse arguments that do not go together. `of_samples`: those given that change only samples of a run."""
-    from torchditan.config.command_line import RUN_EXAMPLES, check_output
-    from torchditan.config.errors import ConfigError, did_you_mean, option_error
-    from torchditan.registry import METRICS, entry_name
-
     for name in args.metrics or ():
         if METRICS.place(entry_name(name)) is None:
-            hint = f"; put the run first: torchditan evaluate {name} --metrics ..." if Path(name).is_dir() else ""
-            right = f"must be one of {', '.join(METRICS)}, or module:name{hint or did_you_mean(name, METRICS)}"
-            raise option_error("--metrics", name, right)
+            right = f"must be one of {', '.join(METRICS)}, or module:name{did_you_mean(name, METRICS)}"
+            raise option_error("--metrics", name, f"{right}; the run comes before the options")
     if args.run is None and args.images is None:
         raise ConfigError(f"the following arguments are required: run, {RUN_EXAMPLES}")
     if args.without_data and args.reference is None:
@@ -140,7 +158,7 @@ def check(args: argparse.Namespace, of_samples: Sequence[str]) -> None:
             raise option_error("--save_reference", str(args.save_reference), right)
         check_output("--save_reference", args.save_reference)
     if args.out is not None:
-        check_output("--out", args.out / "card.json")
+        check_output("--out", args.out / CARD_FILE)
 
 
 def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -148,9 +166,6 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
     `--sampling.guidance_interval 0.2 0.8` is one value, as elsewhere; several are `0,1 0.2,0.8`.
     """
-    from torchditan.config.options import Sampling
-    from torchditan.evaluation.card import sampling_settings
-
     groups: list[list[str]] = []
     for word in flags:
         if word.startswith("--") or not groups:
@@ -178,9 +193,6 @@ def note(text: str) -> None:
 
 
 def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> TrainedModel:
-    from torchditan.config.errors import option_error
-    from torchditan.config.prompts import read_prompts
-    from torchditan.run.progress import report_progress
     from torchditan.weights.trained_model import TrainedModel
 
     with report_progress(f"loading {args.run}"):
@@ -213,11 +225,8 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
     Raises:
         ConfigError: they cannot be read, or a model of captions does not draw such pictures.
     """
-    from torchditan.config.errors import ConfigError
-    from torchditan.config.options import cache_folder, dataset_channels
     from torchditan.datasets import build_dataset
     from torchditan.evaluation.evaluator import RealImages
-    from torchditan.registry import FAMILIES
 
     if trained is None or args.without_data or is_judged_by_prompts(args, trained):
         return RealImages({}, to_pixels=decode, has_labels=False)
@@ -340,8 +349,6 @@ class Subject:
 
     def _settings(self) -> dict[str, Any]:
         """All that determines the samples but their seed."""
-        from torchditan.evaluation.card import sampling_settings
-
         args, trained = self.args, self.trained
         assert trained is not None
         return {
@@ -384,8 +391,6 @@ def short_hash(settings: Any) -> str:
 
 def choose_metrics(subject: Subject) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
-    from torchditan.config.errors import ConfigError
-    from torchditan.config.optional_libraries import how_to_install
     from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 
     if subject.args.metrics is not None:
@@ -418,7 +423,6 @@ def choose_metrics(subject: Subject) -> list[str]:
 
 def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Evaluator:
     """The metrics of this rank. Without a run, features of real images are not cached."""
-    from torchditan.config.errors import option_error
     from torchditan.distributed.precision import float64_device
     from torchditan.evaluation.evaluator import Evaluator, feature_cache_folder
     from torchditan.evaluation.metric import Evaluation
@@ -459,19 +463,14 @@ def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Eva
 
 def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
     """Evaluate each combination of the values, write the cards, and print the figures."""
-    from torchditan.config.loader import override
-    from torchditan.config.optional_libraries import import_optional
     from torchditan.distributed.process_group import from_rank_0
-    from torchditan.evaluation.card import ImageSet
     from torchditan.report.sampling_table import write_table
-    from torchditan.run.atomic_files import sha256_of
 
     fixed, several = split_flags(flags)
     points = [dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())]
     given = [[f"--sampling.{name}={value}" for name, value in point.items()] for point in points]
     if several:
         import_optional("matplotlib", extra="evaluation")
-    started = time.perf_counter()
     trained = open_run(args, [*fixed, *given[0]], rank) if args.run is not None else None
     decode = trained.open_decoder() if trained is not None else lambda samples: samples  # before the slow work
     real = open_real_images(args, trained, decode)
@@ -496,13 +495,12 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
         save_reference(args.save_reference, evaluator, image_size=first.shape[1:])
 
     cards = []
-    seconds = {"reading": time.perf_counter() - started}
     for number, (subject, point) in enumerate(zip(subjects, points, strict=True), start=1):
         card = None
         if several:
             note(f"{number} of {len(points)}: {', '.join(f'{name} {value}' for name, value in point.items())}")
-            card = from_rank_0(finished_card(subject, images))
-        cards.append(card or draw_and_compare(subject, evaluator, names, images, seconds))
+            card = from_rank_0(finished_card(subject, names, images))
+        cards.append(card or draw_and_compare(subject, evaluator, names, images))
     if rank.rank > 0:
         return
     if several:
@@ -510,45 +508,33 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
         folder = args.out or args.run / "evaluation" / folder
         print(write_table(folder, points, cards))
         print(f"table and plot: {folder}", file=sys.stderr)
-    else:
-        report(cards[0])
+        return
+    print(table(cards[0]))
+    for name, reason in cards[0].other.items():
+        if isinstance(reason, str):
+            print(f"{name}: {reason}")
 
 
-def finished_card(subject: Subject, images: Mapping[str, ImageSet | None]) -> Card | None:
-    """The card of the same settings that an earlier command wrote, if data and code are the same too."""
-    from torchditan.config.errors import ConfigError
-    from torchditan.evaluation.card import read_card
-    from torchditan.run.provenance import git_commit
-
+def finished_card(subject: Subject, names: list[str], images: Mapping[str, ImageSet | None]) -> Card | None:
+    """The card of the same settings that an earlier command wrote, if metrics, data and code are the same too."""
     try:
         card = read_card(subject.folder)
     except ConfigError:
         return None
-    is_same = (card.reference, card.held_out) == (images.get("train"), images.get("held_out"))
-    return card if is_same and card.commit == git_commit() and not subject.args.save_images else None
+    wanted = (names, images.get("train"), images.get("held_out"), git_commit())
+    is_same = (card.metrics, card.reference, card.held_out, card.commit) == wanted
+    return card if is_same and not subject.args.save_images else None
 
 
 def draw_and_compare(
-    subject: Subject,
-    evaluator: Evaluator,
-    names: list[str],
-    images: Mapping[str, ImageSet | None],
-    seconds: Mapping[str, float],
+    subject: Subject, evaluator: Evaluator, names: list[str], images: Mapping[str, ImageSet | None]
 ) -> Card:
     """Evaluate one subject, and write its card, and the samples if they were asked for."""
-    from torchditan.evaluation.card import Card, ImageSet, Origin, card_figures, environment_of, origin_of_run
-    from torchditan.evaluation.card_tables import write_card
-    from torchditan.run.atomic_files import sha256_of
-
     args, trained, rank = subject.args, subject.trained, subject.rank
-    results, samples, seconds = [], [], {**seconds, "drawing": 0.0, "comparing": 0.0}
+    results, samples, started = [], [], time.perf_counter()
     for seed in subject.seeds:
-        start = time.perf_counter()
         samples.append(evaluator.show(subject.pictures(seed, evaluator)).content)
-        drawn = time.perf_counter()
         results.append(evaluator.compute())
-        seconds["drawing"] += drawn - start
-        seconds["comparing"] += time.perf_counter() - drawn
     figures, other = card_figures(results, num_images=subject.num_images)
     is_run = args.images is None
     if is_run:
@@ -584,7 +570,7 @@ def draw_and_compare(
         figures=figures,
         samples=samples,
         other=other,
-        seconds={name: round(value, 1) for name, value in seconds.items()},
+        seconds=round(time.perf_counter() - started, 1),
     )
     if rank.rank == 0:
         for seed, parts in subject.parts.items() if args.save_images else ():
@@ -593,7 +579,7 @@ def draw_and_compare(
         write_card(subject.folder, card)
         for parts in subject.parts.values():
             parts.remove()
-        print(f"card: {subject.folder / 'card.json'}", file=sys.stderr)
+        print(f"card: {subject.folder / CARD_FILE}", file=sys.stderr)
     return card
 
 
@@ -612,20 +598,7 @@ def save_reference(path: Path, evaluator: Evaluator, *, image_size: tuple[int, i
     note(f"reference: {path}")
 
 
-def report(card: Card) -> None:
-    """The table on stdout, and why a figure is missing."""
-    from torchditan.evaluation.card_tables import table
-
-    print(table(card))
-    for name, reason in card.other.items():
-        if isinstance(reason, str):
-            print(f"{name}: {reason}")
-
-
 def main() -> None:
-    from torchditan.config.command_line import check_run
-    from torchditan.weights.shared import is_shared
-
     args, flags = parse(sys.argv[1:])
     if args.run is not None and not is_shared(args.run):
         check_run(args.run)
@@ -635,7 +608,6 @@ def main() -> None:
 
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices, init_process_group
-    from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
     from torchditan.weights.imported_run import run_of
 
     configure_cpu()

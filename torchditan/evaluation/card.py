@@ -172,8 +172,8 @@ class Card(Origin):
     """Of the model that drew, in words. Extractors always compute in float32."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """`--float32_matmul_precision`: of the products of the model that drew."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Duration of each part of the evaluation."""
+    seconds: float | None = None
+    """Duration of drawing and comparing."""
     created: str
     """ISO 8601, UTC."""
 

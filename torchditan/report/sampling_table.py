@@ -37,10 +37,8 @@ def write_table(folder: Path, points: Points, cards: Sequence[Card]) -> str:
         ]
         for point, card in zip(points, cards, strict=True)
     ]
-    table = columns([*points[0], "model evaluations", *names], rows)
-    return "\n".join(
-        [table, *interval_notes(card.figures[name] for card in cards for name in names & card.figures.keys())]
-    )
+    shown = [card.figures[name] for card in cards for name in names if name in card.figures]
+    return "\n".join([columns([*points[0], "model evaluations", *names], rows), *interval_notes(shown)])
 
 
 def _csv(points: Points, cards: Sequence[Card], figures: Sequence[str]) -> str:
