@@ -508,8 +508,8 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
         folder = args.out or args.run / "evaluation" / folder
         print(write_table(folder, points, cards))
         print(f"table and plot: {folder}", file=sys.stderr)
-        return
-    print(table(cards[0]))
+    else:
+        print(table(cards[0]))
     for name, reason in cards[0].other.items():
         if isinstance(reason, str):
             print(f"{name}: {reason}")

@@ -16,8 +16,10 @@ from torchditan.report.plots import add_legend, draw, legend_entry, look_of, new
 from torchditan.run.atomic_files import write_file
 
 TABLE, PLOT = "table.csv", "plot.png"
-_SHOWN = re.compile(r"(FID$|FD-|KID(-|$)|recall|coverage|copies(: closer| \()|accuracy_generated|prompts .*: all$)")
-"""The figures of our metrics that are printed and drawn; the CSV file has all."""
+_MINOR = re.compile(
+    r"sF|IS$|precision|density|held-out |KID to |copies: (?!closer)|accuracy_held_out|chance|prompts .*: (?!all$)"
+)
+"""Figures that are only in the CSV file."""
 
 Points = Sequence[Mapping[str, str]]
 """The values of each evaluation, by the name of the option."""
@@ -26,9 +28,10 @@ Points = Sequence[Mapping[str, str]]
 def write_table(folder: Path, points: Points, cards: Sequence[Card]) -> str:
     """Write all figures as CSV and the main ones as a plot to a folder. Returns the main ones as a Markdown table."""
     figures = ordered_names({name: figure for card in cards for name, figure in card.figures.items()})
-    names = [name for name in figures if _SHOWN.match(name)] or figures
+    names = [name for name in figures if not _MINOR.match(name)]
     write_file(folder / TABLE, _csv(points, cards, figures).encode())
-    write_file(folder / PLOT, draw(_plot(points, cards, names), "plot", "sampling options").png)
+    if any(name in card.figures for name in names for card in cards):
+        write_file(folder / PLOT, draw(_plot(points, cards, names), "plot", "sampling options").png)
     rows = [
         [
             *point.values(),
