@@ -222,13 +222,14 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
     end = (f"--training.steps={steps}", "--lr_scheduler.warmup_steps=5", f"--metrics.sample_freq={steps // 2}")
     quickstart: Command = ("train", "quickstart", *end)
     again = "{folder}/again"
+    command_of_card = 'eval "$0 -m $(grep "^    torchditan evaluate " {folder}/e/card.md) --out={folder}/repeated"'
     path: tuple[Command, ...] = tuple(
-        (python, "-m", "torchditan", *command)
+        command if command[0] == "bash" else (python, "-m", "torchditan", *command)
         for command in (
             (*quickstart, "--job.dump_folder={folder}"),
             ("generate", run),
             ("evaluate", run, "--metrics=classifier", "--num_samples=500", "--epochs=2", "--out={folder}/e"),
-            ("evaluate", "--card={folder}/e/card.json"),
+            ("bash", "-c", command_of_card, python),
             ("export", run, "{folder}/weights.safetensors"),
             ("import", "{folder}/weights.safetensors", again),
             ("generate", again),
@@ -532,11 +533,11 @@ def read_resume(folder: Path, outputs: Sequence[str]) -> Found:
 
 def read_path(folder: Path, outputs: Sequence[str]) -> Found:
     """Whether the repeated evaluation has the same figures."""
-    card = read_json(folder / "e" / "card.json")
-    repeated = re.search(r"^figures: (.*)$", outputs[3], re.MULTILINE)
-    assert repeated is not None, "the repeated evaluation printed no comparison"
-    equal = "equal to the bit" in repeated[1]
-    return Found([{"repeated": repeated[1]}], card, None if equal else "the repeated evaluation has other figures")
+    card, repeated = (read_json(folder / name / "card.json") for name in ("e", "repeated"))
+    num_equal = sum(repeated["figures"].get(name) == figure for name, figure in card["figures"].items())
+    text = f"{num_equal} of {len(card['figures'])} figures are equal to the bit"
+    problem = None if repeated["figures"] == card["figures"] else "the repeated evaluation has other figures"
+    return Found([{"repeated": text}], card, problem)
 
 
 def read_oom(folder: Path, outputs: Sequence[str]) -> Found:

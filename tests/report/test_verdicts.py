@@ -19,8 +19,6 @@ from scipy.stats import ttest_rel
 from test_analysis import section, write_grid, write_losses
 
 from torchditan.ablation.grid import COMPILE
-from torchditan.ablation.ledger import QUALITY
-from torchditan.evaluation.sweep import higher_is_better
 from torchditan.report.effects import MEMORY, PER_DEVICE, THROUGHPUT
 from torchditan.report.grid_page import Analysis, analyse, grid_page
 from torchditan.report.grid_results import read_grids
@@ -301,10 +299,6 @@ def test_without_figures_long_runs_of_several_seeds_are_judged_by_their_loss(tmp
     assert {verdict.metric.column for verdict in analysis_of(tmp_path / "a", rows(100, 2)).verdicts} == {"loss_mean"}
     assert analysis_of(tmp_path / "b", rows(99, 2)).verdicts == [], "too short to say anything"
     assert analysis_of(tmp_path / "c", rows(100, 1)).verdicts == [], "one seed, as before"
-
-
-def test_the_direction_of_every_figure_is_that_of_sampling_sweeps() -> None:
-    assert {name: higher_is_better(name) for name in QUALITY} == QUALITY
 
 
 # Seeds are repetitions

@@ -47,7 +47,6 @@ OPTIONAL_PARTS = {
     "torchditan.evaluation.reconstruction",
     "torchditan.evaluation.sample_batches",
     "torchditan.evaluation.sample_parts",
-    "torchditan.evaluation.sweep",
     "torchditan.finetune",
     "torchditan.distributed.attention_backend",
     "torchditan.latents.encoding",

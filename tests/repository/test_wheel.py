@@ -88,8 +88,7 @@ def test_every_step_of_the_path_works_in_an_empty_folder(installed: Path, tmp_pa
     assert "resumed at step 3" in run("torchditan", "train", "quickstart", *TINY, "--training.steps=4")
     run("torchditan", "generate", "outputs/quickstart")
     quick = ["--metrics", "classifier", "--num_samples=20", "--epochs=1"]
-    run("torchditan", "evaluate", "outputs/quickstart", *quick)
-    run("torchditan", "sweep", "outputs/quickstart", "--num_steps", "1", "2", *quick)
+    run("torchditan", "evaluate", "outputs/quickstart", "--sampling.num_steps", "1", "2", *quick)
     run("torchditan", "export", "outputs/quickstart", "exported.safetensors")
     shape, where = run("python", "-c", LOAD, "exported.safetensors").rsplit(") ", 1)
     assert shape == "(2, 1, 8, 8" and where.startswith(str(installed.parent))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import runpy
@@ -17,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from pixel_quality import NUM_FEATURES, random_images
 from refusals import assert_refused
 
 from torchditan.data_stream.datasets import CorruptImageError
-from torchditan.evaluation.card import Card, read_card
+from torchditan.evaluation.card import Card, cards_of_run, read_card
 from torchditan.evaluation.sample_batches import image_shape, write_images, write_reference
 from torchditan.evaluation.sampler import Sampler
 from torchditan.registry import METRICS
@@ -122,8 +124,8 @@ def test_a_distance_is_printed_with_recall_coverage_copies_and_an_interval(evalu
     assert card.run == str(run) and card.reference.num_images == 80 and card.held_out is not None
 
 
-def test_the_card_repeats_the_evaluation_to_the_bit_also_after_the_run_moved(
-    evaluate: Evaluate, run: Path, tmp_path: Path
+def test_the_command_of_the_card_repeats_the_evaluation_to_the_bit(
+    evaluate: Evaluate, run_script: RunScript, tmp_path: Path
 ) -> None:
     options = ["--seeds=2", "--class_balance=random", "--rounding=down", "--weights=raw", "--sampling.guidance_scale=3"]
     first, _ = evaluate(*FEW, *options)
@@ -131,24 +133,41 @@ def test_the_card_repeats_the_evaluation_to_the_bit_also_after_the_run_moved(
     assert all(len(figure.per_seed) == 2 for figure in first.figures.values())
     distance = first.figures["FD-Pixels"]
     assert distance.interval is not None and "95%, 2 seeds" in distance.interval
-    moved = run.rename(tmp_path / "moved")
-    second, outcome = evaluate(f"--card={tmp_path / 'out' / 'card.json'}", of=moved, out=tmp_path / "again")
-    assert second.figures == first.figures and second.samples == first.samples
+    second = cards.repeated(tmp_path / "out", run_script)
     assert second.sampling["guidance_scale"] == 3 and second.rounding == "down" and second.weights == "raw"
-    assert "equal to the bit" in outcome.out.splitlines()[-1]
 
 
-def test_a_repeated_card_stays_and_every_reference_has_its_own(
-    run_script: RunScript, run: Path, tmp_path: Path
+def test_several_values_share_one_model_and_one_table_and_finished_rows_are_kept(
+    run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_script(*SCRIPT, run, *FEW).code == 0
-    (folder,) = (run / "evaluation").iterdir()
-    before = (folder / "card.json").read_bytes()
-    for _ in range(2):
-        assert run_script(*SCRIPT, f"--card={folder}").code == 0
-    names = sorted(path.name for path in (run / "evaluation").iterdir())
-    assert names == [folder.name, f"{folder.name}_repeat-1", f"{folder.name}_repeat-2"]
-    assert (folder / "card.json").read_bytes() == before
+    several = ["--sampling.num_steps", "1", "2", "--sampling.guidance_interval", "0,1", "0.2,0.8", *FEW]
+    outcome = run_script(*SCRIPT, run, *several)
+    assert outcome.code == 0, outcome.err
+    (table,) = (run / "evaluation").glob("*/table.csv")
+    with open(table) as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["num_steps"], row["guidance_interval"]) for row in rows] == [
+        *(("1", "0,1"), ("1", "0.2,0.8"), ("2", "0,1"), ("2", "0.2,0.8")),
+    ]
+    found = {(card.sampling["num_steps"], card.sampling["guidance_interval"][0]): card for card in cards_of_run(run)}
+    assert len(found) == 4
+    for row in rows:
+        card = found[int(row["num_steps"]), float(row["guidance_interval"].split(",")[0])]
+        figure = card.figures["FD-Pixels"]
+        shown = [row["model_evaluations"], row["FD-Pixels"], row["FD-Pixels low"]]
+        assert shown == [str(card.model_evaluations), str(figure.value), str(figure.low)]
+    printed = [line for line in outcome.out.splitlines() if line.startswith("| ")]
+    assert len(printed) == 2 + 4 and "FD-Pixels" in printed[0] and "recall-Pixels" in printed[0]
+    with Image.open(table.with_name("plot.png")) as plot:
+        assert plot.width > 100
+    alone = cards.repeated(next((run / "evaluation").glob("*_euler-2_*")), run_script)
+    assert any(alone.samples == card.samples for card in found.values()), "a row is the evaluation of its values"
+    monkeypatch.setattr(Sampler, "draw_batch", None)  # nothing is drawn again
+    again = run_script(*SCRIPT, run, *several)
+    assert again.code == 0 and again.out == outcome.out, again.err
+
+
+def test_every_reference_has_its_own_card(run_script: RunScript, tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.npz" for name in "abc"]
     for seed, file in enumerate(files):
         write_images(file, [random_images(60, seed=seed)], shape=(60, 8, 8))
@@ -166,26 +185,6 @@ def test_a_folder_of_yours_called_parts_stays(evaluate: Evaluate, tmp_path: Path
     evaluate("--metrics=pixels", f"--images={images}")
     evaluate(*FEW)
     assert yours.read_text() == "mine"
-
-
-def test_what_differs_from_the_card_is_listed(evaluate: Evaluate, tmp_path: Path) -> None:
-    evaluate()
-    _, outcome = evaluate(f"--card={tmp_path / 'out'}", "--seed=3", of=None, out=tmp_path / "again")
-    assert any(line.startswith("seeds: 1 in the card, 3 here") for line in outcome.out.splitlines())
-    assert any("FD-Pixels" in line and "interval" in line for line in outcome.out.splitlines())
-
-
-def test_a_card_of_another_run_or_other_data_is_refused(
-    evaluate: Evaluate, run_script: RunScript, run: Path, tmp_path: Path
-) -> None:
-    evaluate()
-    path = tmp_path / "out" / "card.json"
-    content = json.loads(path.read_text())
-    content["reference"]["content"] = "0" * 64
-    path.write_text(json.dumps(content))
-    assert_refused(refused(run_script, f"--card={path}"), f'--card = "{path}"', ["other data"])
-    other = train(tmp_path / "other", "--training.seed=5")
-    assert_refused(refused(run_script, other, f"--card={path}"), f'--card = "{path}"', ["another run", "seed"])
 
 
 def test_an_evaluation_that_ran_out_of_memory_continues_where_it_stopped(
@@ -224,7 +223,7 @@ def test_saved_images_are_evaluated_like_the_run_that_drew_them(evaluate: Evalua
         assert card.figures[name].value == pytest.approx(drawn.figures[name].value, rel=1e-6), name
 
 
-def test_two_files_are_compared_without_a_run(evaluate: Evaluate, tmp_path: Path) -> None:
+def test_two_files_are_compared_without_a_run(evaluate: Evaluate, run_script: RunScript, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("ours.npz", "theirs.npz")]
     for seed, file in enumerate(files):
         write_images(file, [random_images(60, seed=seed)], shape=(60, 8, 8))
@@ -234,8 +233,7 @@ def test_two_files_are_compared_without_a_run(evaluate: Evaluate, tmp_path: Path
     assert "copies" in outcome.out and "not measured" in outcome.out
     same, _ = evaluate("--metrics=pixels", f"--images={files[0]}", f"--reference={files[0]}", of=None)
     assert same.figures["FD-Pixels"].value == pytest.approx(0, abs=1e-6)
-    again, _ = evaluate(f"--card={tmp_path / 'out'}", of=None, out=tmp_path / "again")
-    assert again.figures == same.figures
+    assert cards.repeated(tmp_path / "out", run_script).figures == same.figures
 
 
 def test_a_saved_reference_replaces_the_training_images(evaluate: Evaluate, tmp_path: Path) -> None:
@@ -271,9 +269,7 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
     [
         (["--metrics", "effent"], '--metrics = "effent"', ["effnet?"]),
         (["--num_samples=5"], "--num_samples", ["5", str(NUM_FEATURES + 1)]),
-        (["--samples_per_class=1"], "--samples_per_class 1", ["too few", str(NUM_FEATURES + 1)]),
         (["--images={few}"], "{few}", ["5", str(NUM_FEATURES + 1)]),
-        (["--num_samples=5", "--samples_per_class=5"], "--samples_per_class", ["--num_samples"]),
         (["--samples_per_class=5", "--class_balance=data"], '--class_balance = "data"', ["balanced"]),
         (["--images={gone}"], "{gone}", ["arr_0"]),
         (["--images={larger}"], "training images", ["8 x 8", "16 x 16"]),
@@ -281,12 +277,7 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
         (["--reference={text}"], "{text}", [".npz"]),
         (["--reference={of_inception}"], "{of_inception}", ["Inception-2015"]),
         (["--metrics=inception", "--inception_weights={larger}"], "{larger}", ["SHA-256"]),
-        (["--images={larger}", "--num_samples=40"], "--num_samples = 40", ["--images"]),
-        (["--card={gone}"], "{gone}", ["card.json"]),
-        (["--seeds=0"], "--seeds", ["1"]),
-        (["--images={larger}", "--seeds=3"], "--seeds = 3", ["--images"]),
-        (["--images={larger}", "--rounding=down"], '--rounding = "down"', ["--images"]),
-        (["--images={larger}", "--save_images"], "--save_images", ["--images"]),
+        (["--images={larger}", "--num_samples=40"], "--num_samples", ["--images"]),
         (["--images={larger}", "--sampling.num_steps=7"], "--sampling.num_steps=7", ["--images"]),
         (["--save_reference=x.npz", "--metrics=classifier"], '--save_reference = "x.npz"', ["effnet", "inception"]),
         (["--without_data"], "--without_data", ["--reference"]),
@@ -295,7 +286,8 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
             "metric classifier",
             ["training images"],
         ),
-        (["--weights=mean"], "--weights", ["ema", "raw"]),
+        (["--sampling.num_steps", "2", "x"], 'sampling.num_steps = "x"', ["integer"]),
+        (["--sampling.images_per_class", "2", "3"], "3", ["--section.key"]),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_drawn(
@@ -333,7 +325,7 @@ def test_the_run_is_asked_for(run_script: RunScript, tmp_path: Path) -> None:
     assert_refused(refused(run_script, "--metrics=pixels", f"--images={images}"), "--reference", ["--images"])
     (tmp_path / "folder").mkdir()
     line = refused(run_script, "--metrics", "pixels", tmp_path / "folder")
-    assert_refused(line, "--metrics", ["run first"])
+    assert_refused(line, "--metrics", ["run"])
 
 
 def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
@@ -349,9 +341,6 @@ def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
     assert {"KID-Pixels", "precision-Pixels", "copies: distance-Pixels"} <= found.keys()
     assert found["FD-Pixels"].startswith("not computed: 80 training images are too few")
     assert f"FD-Pixels: {found['FD-Pixels']}\n" in outcome.out
-    (folder,) = (run / "evaluation").iterdir()
-    outcome = run_script(*SCRIPT, f"--card={folder}")
-    assert outcome.code == 0 and "equal to the bit" in outcome.out
 
 
 def test_default_metrics_leave_out_what_cannot_be_computed(
@@ -379,19 +368,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_ranks_draw_the_same_bytes_and_find_the_same_figures(
-    evaluate: Evaluate, run_distributed: RunDistributed, run: Path, tmp_path: Path, world_size: int
+def test_ranks_draw_the_same_bytes_and_find_the_same_figures_at_several_values(
+    evaluate: Evaluate, run_distributed: RunDistributed, run: Path, tmp_path: Path
 ) -> None:
     alone, _ = evaluate()
     script = tmp_path / "on_ranks.py"
     script.write_text(ON_RANKS)
-    out = tmp_path / f"on_{world_size}"
-    command = [REPOSITORY / "torchditan/__main__.py", "evaluate", run, *FEW, f"--out={out}"]
-    result = run_distributed([script, *command], world_size)
+    several = ["--sampling.num_steps", "2", "1", f"--out={tmp_path / 'on_2'}"]
+    result = run_distributed([script, REPOSITORY / "torchditan/__main__.py", "evaluate", run, *FEW, *several], 2)
     assert result.returncode == 0, result.stderr
-    card = read_card(out)
-    assert (card.ranks, card.samples) == (world_size, alone.samples)
+    assert (tmp_path / "on_2" / "table.csv").is_file()
+    card, other = (read_card(next((tmp_path / "on_2").glob(f"*_euler-{steps}_*"))) for steps in (2, 1))
+    assert (card.ranks, card.samples) == (2, alone.samples) and other.samples != card.samples
     assert card.figures == alone.figures and card.reference == alone.reference
 
 
@@ -436,26 +424,23 @@ FAILING_ONCE = """
 import os, pixel_quality
 def fail(self):
     pixel_quality.PixelQuality.compute = compute
-    {failure}
+    os.kill(os.getpid(), 9)
 compute = pixel_quality.PixelQuality.compute
 pixel_quality.PixelQuality.compute = fail
 """
 
 
-@pytest.mark.parametrize(
-    ("world_size", "failure"), [(None, "os.kill(os.getpid(), 9)"), (2, "raise OSError('the disk failed')")]
-)
-def test_an_evaluation_that_did_not_finish_is_repeated_by_the_same_command(
-    world_size: int | None, failure: str, run_distributed: RunDistributed, tmp_path: Path
+def test_an_evaluation_of_two_ranks_that_did_not_finish_is_repeated_by_the_same_command(
+    run_distributed: RunDistributed, tmp_path: Path
 ) -> None:
     flags = ["--evaluation.freq=2", "--evaluation.num_samples=40", "--evaluation.metrics=pixels"]
     flags += ["--training.mixed_precision_param=float32", "--validation.freq=2", "--metrics.enable_tensorboard"]
     flags += ["--job.dump_folder=.", "--metrics.experiment_name=run"]
     outcomes, records = [], []
-    for name, script in (("failing", FAILING_ONCE.format(failure=failure) + ON_RANKS), ("again", ON_RANKS)):
+    for name, script in (("failing", FAILING_ONCE + ON_RANKS), ("again", ON_RANKS)):
         (tmp_path / name).write_text(script)
         command = [tmp_path / name, REPOSITORY / "train.py", *TINY, *flags]
-        outcomes.append(run_distributed([*command], world_size, cwd=tmp_path))
+        outcomes.append(run_distributed([*command], 2, cwd=tmp_path))
         records.append(read_metrics(tmp_path / "run"))
     assert outcomes[0].returncode != 0 and outcomes[1].returncode == 0, outcomes[1].stderr
     assert "step 2 lacks its evaluation" in outcomes[1].stdout
@@ -466,7 +451,7 @@ def test_an_evaluation_that_did_not_finish_is_repeated_by_the_same_command(
     assert last.keys() == uninterrupted.keys()
     for key in ("loss", "validation_loss", "FD-Pixels"):
         assert last[key] == pytest.approx(uninterrupted[key], rel=1e-3), key
-    again = run_distributed([*command], world_size, cwd=tmp_path)
+    again = run_distributed([*command], 2, cwd=tmp_path)
     assert "evaluation" not in again.stdout and read_metrics(tmp_path / "run") == records[1]
 
 

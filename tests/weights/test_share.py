@@ -176,11 +176,10 @@ def test_a_shared_folder_draws_the_images_of_the_run(
     assert torch.equal(load(imported).sample(classes=[1, 2], seed=3), expected)
 
 
-def test_a_shared_folder_is_evaluated_swept_and_exported(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
+def test_a_shared_folder_is_evaluated_and_exported(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
     few = ["--num_samples=8", "--batch_size=8", "--metrics=classifier", "--epochs=1"]
     assert run_script("torchditan", "evaluate", digits, *few, "--out=evaluated").code == 0
     assert (tmp_path / "evaluated/card.json").is_file()
-    assert run_script("torchditan", "sweep", digits, "--num_steps", "1", "--dry_run").code == 0
     assert run_script("torchditan", "export", digits, "out.safetensors").code == 0
     ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "out.safetensors")
     assert all(torch.equal(ours[name], exported[name]) for name in exported)

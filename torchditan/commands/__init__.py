@@ -27,8 +27,6 @@ COMMANDS = {
     "train": Command("torchditan.commands.train", "train a configuration, or continue its run"),
     "generate": Command("torchditan.commands.generate", "draw samples of a run"),
     "evaluate": Command("torchditan.commands.evaluate", "sample quality, with intervals and a card that repeats it"),
-    "sweep": Command("torchditan.commands.sweep_sampling", "sample quality over guidance, steps and samplers"),
-    "compare": Command("torchditan.commands.compare_cards", "evaluation cards side by side, and the spread over seeds"),
     "encode": Command("torchditan.commands.encode_latents", "encode a dataset as latents, once"),
     "pack": Command("torchditan.commands.pack", "pack a dataset into WebDataset shards"),
     "plan": Command("torchditan.planner.__main__", "memory and time of a configuration on a device, without it"),

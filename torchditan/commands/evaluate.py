@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Metrics of a run's guided samples against real images, with a card that repeats them (docs/evaluation.md).
+"""Metrics of a run's guided samples against real images, with a card that says how to repeat them (docs/evaluation.md).
 
 torchditan evaluate outputs/quickstart
+torchditan evaluate outputs/quickstart --sampling.num_steps 10 25 50 --sampling.guidance_scale 1 2 4
 torchditan evaluate outputs/imagenet --metrics inception --num_samples 50000 --reference VIRTUAL_imagenet256.npz
 torchditan evaluate --images samples.npz --reference reference.npz --metrics inception
-torchditan evaluate --card outputs/quickstart/evaluation/.../card.json
 torchditan evaluate outputs/scenes --metrics prompts
 torchrun --nproc_per_node 8 -m torchditan evaluate outputs/imagenet --num_samples 50000
 """
@@ -18,17 +18,48 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchditan.config.command_line import (
+    RUN_EXAMPLES,
+    RunParser,
+    add_float32_matmul_precision,
+    check_output,
+    check_run,
+    count,
+)
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.config.loader import override
+from torchditan.config.optional_libraries import how_to_install, import_optional
+from torchditan.config.options import Sampling, cache_folder, dataset_channels
+from torchditan.config.prompts import read_prompts
+from torchditan.evaluation.card import (
+    CARD_FILE,
+    Card,
+    ImageSet,
+    Origin,
+    card_figures,
+    environment_of,
+    origin_of_run,
+    read_card,
+    sampling_settings,
+)
+from torchditan.evaluation.card_tables import table, write_card
+from torchditan.registry import FAMILIES, METRICS, entry_name
+from torchditan.run.atomic_files import sha256_of
+from torchditan.run.progress import report_progress
+from torchditan.run.provenance import git_commit
+from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
+from torchditan.weights.shared import is_shared
+
 if TYPE_CHECKING:
-    from torchditan.config.command_line import RunParser
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.card import Card, Origin
     from torchditan.evaluation.evaluator import Evaluator, RealImages
-    from torchditan.evaluation.metric import Pictures, Source, ToPixels
+    from torchditan.evaluation.metric import Pictures, ToPixels
     from torchditan.evaluation.sample_parts import SampleParts
     from torchditan.weights.trained_model import TrainedModel
 
@@ -55,9 +86,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: an option is wrong, or has no effect together with another one.
     """
-    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, count
-    from torchditan.registry import METRICS
-
     parser = RunParser(__doc__, is_run_required=False)
     parser.add_argument(
         "--metrics",
@@ -100,49 +128,60 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
     parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
-    parser.add_argument(
-        "--save_reference",
-        type=Path,
-        metavar="FILE.npz",
-        help="write the training images and their statistics",
-    )
-    parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
+    parser.add_argument("--save_reference", type=Path, help="write the training images and their statistics as .npz")
     args, flags = parser.parse(argv)
-    check(args, flags, parser)
+    without_effect = [name for name in OF_SAMPLES if getattr(args, name) != parser.get_default(name)]
+    check(args, [*(f"--{name}" for name in without_effect), *flags])
     args.class_balance = "balanced" if args.samples_per_class is not None else args.class_balance or "data"
     return args, flags
 
 
-def check(args: argparse.Namespace, flags: list[str], parser: RunParser) -> None:
-    from torchditan.config.command_line import RUN_EXAMPLES, check_output
-    from torchditan.config.errors import ConfigError, did_you_mean, option_error
-    from torchditan.registry import METRICS, entry_name
-
+def check(args: argparse.Namespace, of_samples: Sequence[str]) -> None:
+    """Refuse arguments that do not go together. `of_samples`: those given that change only samples of a run."""
     for name in args.metrics or ():
         if METRICS.place(entry_name(name)) is None:
-            hint = f"; put the run first: torchditan evaluate {name} --metrics ..." if Path(name).is_dir() else ""
-            right = f"must be one of {', '.join(METRICS)}, or module:name{hint or did_you_mean(name, METRICS)}"
-            raise option_error("--metrics", name, right)
-    if args.run is None and args.images is None and args.card is None:
+            right = f"must be one of {', '.join(METRICS)}, or module:name{did_you_mean(name, METRICS)}"
+            raise option_error("--metrics", name, f"{right}; the run comes before the options")
+    if args.run is None and args.images is None:
         raise ConfigError(f"the following arguments are required: run, {RUN_EXAMPLES}")
     if args.without_data and args.reference is None:
         raise option_error("--without_data", True, "needs a --reference to compare with")
-    if args.run is None and args.images is not None and args.reference is None:
+    if args.run is None and args.reference is None:
         raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
     if args.samples_per_class is not None and args.class_balance not in (None, "balanced"):
         raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
-    for option in OF_SAMPLES if args.images is not None else ():
-        if getattr(args, option) != parser.get_default(option):
-            raise option_error(f"--{option}", getattr(args, option), "has no effect with --images; leave it out")
-    if args.images is not None and flags:
-        raise ConfigError(f"{flags[0]} has no effect with --images; leave it out")
+    if args.images is not None and of_samples:
+        raise ConfigError(f"{of_samples[0]} has no effect with --images; leave it out")
     if args.save_reference is not None:
         if args.reference is not None or args.run is None:
             right = "writes the training images of a run, which must be the reference"
             raise option_error("--save_reference", str(args.save_reference), right)
         check_output("--save_reference", args.save_reference)
     if args.out is not None:
-        check_output("--out", args.out / "card.json")
+        check_output("--out", args.out / CARD_FILE)
+
+
+def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The flags that have one value, and `{"num_steps": ["1", "2"]}`: the options of [sampling] that have several.
+
+    `--sampling.guidance_interval 0.2 0.8` is one value, as elsewhere; several are `0,1 0.2,0.8`.
+    """
+    groups: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    fixed: list[str] = []
+    several: dict[str, list[str]] = {}
+    for group in groups:
+        option, equals, first = group[0].partition("=")
+        name, values = option.removeprefix("--sampling."), [*([first] if equals else []), *group[1:]]
+        is_one = len(values) < 2 or (name == "guidance_interval" and not all("," in value for value in values))
+        if is_one or option == name or name not in sampling_settings(Sampling()):
+            fixed += group
+        else:
+            several[name] = list(dict.fromkeys(values))
+    return fixed, several
 
 
 def note(text: str) -> None:
@@ -153,10 +192,7 @@ def note(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def open_run(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel:
-    from torchditan.config.errors import option_error
-    from torchditan.config.prompts import read_prompts
-    from torchditan.run.progress import report_progress
+def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> TrainedModel:
     from torchditan.weights.trained_model import TrainedModel
 
     with report_progress(f"loading {args.run}"):
@@ -166,12 +202,21 @@ def open_run(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedM
     if trained.takes_prompts and args.samples_per_class is not None:
         right = "has no effect on samples of captions; leave it out, or give --num_samples"
         raise option_error("--samples_per_class", args.samples_per_class, right)
-    if trained.takes_prompts and args.reference is not None and is_judged_by_prompts(args, trained):
+    if args.reference is not None and is_judged_by_prompts(args, trained):
         right = "has no effect on samples that are compared with their prompts; leave it out"
         raise option_error("--reference", str(args.reference), right)
     if args.prompts is not None:
         args.prompts = read_prompts("--prompts", args.prompts)
     return trained
+
+
+def is_judged_by_prompts(args: argparse.Namespace, trained: TrainedModel | None) -> bool:
+    """Whether no real images are needed."""
+    from torchditan.evaluation import evaluator
+
+    if trained is None or not trained.takes_prompts:
+        return False
+    return evaluator.is_judged_by_prompts(args.metrics or [], trained.config.dataset.dataset_name)
 
 
 def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels) -> RealImages:
@@ -180,23 +225,21 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
     Raises:
         ConfigError: they cannot be read, or a model of captions does not draw such pictures.
     """
-    from torchditan.config.errors import ConfigError
-    from torchditan.config.options import cache_folder, dataset_channels
     from torchditan.datasets import build_dataset
     from torchditan.evaluation.evaluator import RealImages
 
-    if trained is None or args.without_data or (trained.takes_prompts and is_judged_by_prompts(args, trained)):
+    if trained is None or args.without_data or is_judged_by_prompts(args, trained):
         return RealImages({}, to_pixels=decode, has_labels=False)
-    if trained.takes_prompts:
-        check_pictures_of_captions(args, trained)
-    config, channels = trained.config, dataset_channels(trained.config)
-    splits: dict[Source, Any] = {"train": "train", "held_out": "validation"}
+    config = trained.config
+    is_other = config.model.name in FAMILIES or trained.is_latent or config.dataset.aspect_buckets
+    if trained.takes_prompts and is_other:
+        right = "must be a run of model.name dit on pixels of one size; others are compared during training"
+        raise ConfigError(f"{args.run} was trained on captions; {right} (docs/finetune.md, Validation)")
+    places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
     try:
         datasets = {
-            source: build_dataset(
-                config.dataset, split=split, input_channels=channels, cache_folder=cache_folder(config)
-            )
-            for source, split in splits.items()
+            "train": build_dataset(config.dataset, split="train", **places),
+            "held_out": build_dataset(config.dataset, split="validation", **places),
         }
     except ConfigError as error:
         if args.reference is None:
@@ -211,55 +254,47 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
     )
 
 
-def is_judged_by_prompts(args: argparse.Namespace, trained: TrainedModel) -> bool:
-    from torchditan.evaluation import evaluator
-
-    return evaluator.is_judged_by_prompts(args.metrics or [], trained.config.dataset.dataset_name)
-
-
-def check_pictures_of_captions(args: argparse.Namespace, trained: TrainedModel) -> None:
-    """Refuse models of captions whose samples are not pictures of one size, as the dataset has them."""
-    from torchditan.config.errors import ConfigError
-    from torchditan.registry import FAMILIES
-
-    config = trained.config
-    if config.model.name in FAMILIES or trained.is_latent or config.dataset.aspect_buckets:
-        right = "must be a run of model.name dit on pixels of one size; others are compared during training"
-        raise ConfigError(f"{args.run} was trained on captions; {right} (docs/finetune.md, Validation)")
-
-
+@dataclass
 class Subject:
     """What is evaluated: samples of a run, drawn with each seed, or the images of a file."""
 
-    def __init__(
-        self, args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels, real: RealImages, rank: Rank
-    ) -> None:
-        from torchditan.evaluation.card import CARD_FILE
+    args: argparse.Namespace
+    trained: TrainedModel | None
+    decode: ToPixels
+    rank: Rank
+    num_training: int
+    """Training images that are read."""
+    is_one_of_several: bool
+    parts: dict[int, SampleParts] = field(default_factory=dict, init=False)
+    """The finished samples of each seed."""
+
+    @property
+    def num_classes(self) -> int:
+        return 0 if self.args.images is not None or self.trained is None else self.trained.num_classes
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """Number of images, height and width."""
         from torchditan.evaluation.sample_batches import image_shape
 
-        self.args, self.trained, self.decode, self.rank = args, trained, decode, rank
-        self.num_training = len(real.datasets.get("train", ()))
-        self.num_classes = 0
+        args = self.args
         if args.images is not None:
-            self.num_images, *size = image_shape(args.images)
-            self.image_size = (size[0], size[1])
-            self.seeds = [args.seed]
-        else:
-            assert trained is not None
-            self.num_classes = trained.num_classes
-            self.image_size = trained.image_size
-            default = self.num_training if self.has_few_real_images else NUM_SAMPLES
-            is_judged = trained.takes_prompts and is_judged_by_prompts(args, trained)
-            self.num_images = args.num_samples or (NUM_OF_PROMPTS if is_judged else default)
-            if args.samples_per_class is not None:
-                self.num_images = args.samples_per_class * max(1, self.num_classes)
-            self.seeds = list(range(args.seed, args.seed + args.seeds))
-        self.parts: dict[int, SampleParts] = {}
-        """The finished samples of each seed."""
-        self.folder = args.out or self._default_folder()
-        if args.card is not None and args.out is None:  # the card that is repeated stays as it is
-            numbered = (self.folder.with_name(f"{self.folder.name}_repeat-{number}") for number in itertools.count(1))
-            self.folder = next(folder for folder in numbered if not (folder / CARD_FILE).exists())
+            return image_shape(args.images)
+        assert self.trained is not None
+        number = self.num_training if self.has_few_real_images else NUM_SAMPLES
+        if is_judged_by_prompts(args, self.trained):
+            number = NUM_OF_PROMPTS
+        if args.samples_per_class is not None:
+            number = args.samples_per_class * max(1, self.num_classes)
+        return args.num_samples or number, *self.trained.image_size
+
+    @property
+    def num_images(self) -> int:
+        return self.shape[0]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [self.args.seed + number for number in range(self.args.seeds)]
 
     @property
     def has_few_real_images(self) -> bool:
@@ -314,8 +349,6 @@ class Subject:
 
     def _settings(self) -> dict[str, Any]:
         """All that determines the samples but their seed."""
-        from torchditan.evaluation.card import sampling_settings
-
         args, trained = self.args, self.trained
         assert trained is not None
         return {
@@ -332,35 +365,37 @@ class Subject:
             "float32_matmul_precision": args.float32_matmul_precision,
         }
 
-    def _default_folder(self) -> Path:
-        """Says what is evaluated, and ends in a hash of all settings: no two evaluations share a folder."""
+    @cached_property
+    def folder(self) -> Path:
+        """Of the card. By default it says what is evaluated, and ends in a hash of all settings."""
         args, trained = self.args, self.trained
+        if args.out is not None and not self.is_one_of_several:
+            return args.out
         reference = None if args.reference is None else str(args.reference.resolve())
         shared = [args.metrics, reference, args.epochs, *([args.prompts] if args.prompts else [])]
         if args.images is not None:
             run = None if args.run is None else str(args.run.resolve())
-            number = hashlib.sha256(json.dumps([*shared, run]).encode()).hexdigest()[:6]
-            return args.images.with_name(f"{args.images.stem}_evaluation_{number}")
+            return args.images.with_name(f"{args.images.stem}_evaluation_{short_hash([*shared, run])}")
         assert trained is not None
         sampling = trained.config.sampling
         words = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
         words += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
         words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
-        settings = json.dumps([self._settings(), *shared], default=str)
-        number = hashlib.sha256(settings.encode()).hexdigest()[:6]
-        return args.run / "evaluation" / "_".join([*words, f"{self.num_images}-samples", number])
+        words += [f"{self.num_images}-samples", short_hash([self._settings(), *shared])]
+        return (args.out or args.run / "evaluation") / "_".join(words)
+
+
+def short_hash(settings: Any) -> str:
+    return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:6]
 
 
 def choose_metrics(subject: Subject) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
-    from torchditan.config.errors import ConfigError
-    from torchditan.config.optional_libraries import how_to_install
     from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 
     if subject.args.metrics is not None:
         return subject.args.metrics
-    trained = subject.trained
-    if trained is not None and trained.takes_prompts and is_judged_by_prompts(subject.args, trained):
+    if is_judged_by_prompts(subject.args, subject.trained):
         return ["prompts"]
     has_effnet = importlib.util.find_spec(PACKAGE) is not None
     if has_effnet and subject.has_few_real_images:
@@ -370,10 +405,9 @@ def choose_metrics(subject: Subject) -> list[str]:
         )
         return ["effnet"]
     missing = {}
-    num_values = 3 * subject.image_size[0] * subject.image_size[1]
     if not subject.num_classes or not subject.num_training:
         missing["classifier"] = "needs a model of classes and its training images"
-    elif subject.num_training * num_values > MAX_CLASSIFIER_VALUES:
+    elif subject.num_training * 3 * subject.shape[1] * subject.shape[2] > MAX_CLASSIFIER_VALUES:
         missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
     if not has_effnet:
         missing["effnet"] = f"needs {how_to_install('evaluation')}"
@@ -387,16 +421,8 @@ def choose_metrics(subject: Subject) -> list[str]:
     return chosen
 
 
-def _name_of_samples(args: argparse.Namespace) -> str:
-    if args.images is not None:
-        return str(args.images)
-    per_class = args.samples_per_class
-    return "--num_samples" if per_class is None else f"--samples_per_class {per_class}"
-
-
 def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Evaluator:
     """The metrics of this rank. Without a run, features of real images are not cached."""
-    from torchditan.config.errors import option_error
     from torchditan.distributed.precision import float64_device
     from torchditan.evaluation.evaluator import Evaluator, feature_cache_folder
     from torchditan.evaluation.metric import Evaluation
@@ -406,6 +432,11 @@ def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Eva
     class_names = trained.class_names if trained is not None else []
     if real.has_labels and "train" in real.datasets:
         class_names = real.datasets["train"].class_names
+    samples_name, unlabelled = "--num_samples", f"{args.run} was trained without labels; leave it out"
+    if args.images is not None:
+        samples_name, unlabelled = str(args.images), "needs samples of known classes; leave it out"
+    elif args.samples_per_class is not None:
+        samples_name = f"--samples_per_class {args.samples_per_class}"
     evaluation = Evaluation(
         class_names=class_names,
         seed=args.seed,
@@ -414,17 +445,14 @@ def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Eva
         cache_folder=None if trained is None else feature_cache_folder(trained.config),
         inception_weights=args.inception_weights,
         reference=args.reference,
-        samples_name=_name_of_samples(args),
+        samples_name=samples_name,
     )
-    unlabelled = f"{args.run} was trained without labels; leave it out"
-    if args.images is not None:
-        unlabelled = "needs samples of known classes; leave it out"
     evaluator = Evaluator(
         names,
         evaluation,
         real,
         num_samples=subject.num_images,
-        image_size=subject.image_size,
+        image_size=subject.shape[1:],
         without_labels=None if subject.num_classes else unlabelled,
         prompts_of=trained.config.dataset.dataset_name if trained is not None and trained.takes_prompts else None,
     )
@@ -433,88 +461,126 @@ def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Eva
     return evaluator
 
 
-def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: Card | None) -> Card | None:
-    """Evaluate and write the card; on other ranks than 0, None."""
-    from torchditan.evaluation.card import Card, ImageSet, card_figures, environment_of
-    from torchditan.evaluation.card_tables import check_repeatable
-    from torchditan.run.atomic_files import sha256_of
+def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
+    """Evaluate each combination of the values, write the cards, and print the figures."""
+    from torchditan.distributed.process_group import from_rank_0
+    from torchditan.report.sampling_table import write_table
 
-    started = time.perf_counter()
-    trained = open_run(args, flags, rank) if args.run is not None else None
+    fixed, several = split_flags(flags)
+    points = [dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())]
+    given = [[f"--sampling.{name}={value}" for name, value in point.items()] for point in points]
+    if several:
+        import_optional("matplotlib", extra="evaluation")
+    trained = open_run(args, [*fixed, *given[0]], rank) if args.run is not None else None
     decode = trained.open_decoder() if trained is not None else lambda samples: samples  # before the slow work
     real = open_real_images(args, trained, decode)
-    subject = Subject(args, trained, decode, real, rank)
-    names = choose_metrics(subject)
-    origin = origin_of(args, trained)
-    if repeated is not None:
-        check_repeatable(args.card, repeated, origin)
-    evaluator = build_evaluator(subject, names, real)
+    first = Subject(args, trained, decode, rank, len(real.datasets.get("train", ())), bool(several))
+    subjects = [first]
+    for settings in given[1:]:
+        assert trained is not None
+        config = override(trained.config, settings, sections=("sampling",))
+        subjects.append(replace(first, trained=replace(trained, config=config)))
+    names = choose_metrics(first)
+    evaluator = build_evaluator(first, names, real)
     evaluator.read_real_images()
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
-    sets = {
+    images: dict[str, ImageSet | None] = {
         source: ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
         for source, shown in evaluator.shown.items()
         if source != "generated"
     }
-    reference = sets.get("train")
     if args.reference is not None:
-        reference = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
-    if repeated is not None:
-        check_repeatable(args.card, repeated, origin, reference=reference)
+        images["train"] = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
     if args.save_reference is not None and rank.rank == 0:
-        save_reference(args.save_reference, evaluator, image_size=subject.image_size)
+        save_reference(args.save_reference, evaluator, image_size=first.shape[1:])
 
-    results, samples, seconds = [], [], {"reading": time.perf_counter() - started, "drawing": 0.0, "comparing": 0.0}
-    for seed in subject.seeds:
-        start = time.perf_counter()
-        samples.append(evaluator.show(subject.pictures(seed, evaluator)).content)
-        drawn = time.perf_counter()
-        results.append(evaluator.compute())
-        seconds["drawing"] += drawn - start
-        seconds["comparing"] += time.perf_counter() - drawn
+    cards = []
+    for number, (subject, point) in enumerate(zip(subjects, points, strict=True), start=1):
+        card = None
+        if several:
+            note(f"{number} of {len(points)}: {', '.join(f'{name} {value}' for name, value in point.items())}")
+            card = from_rank_0(finished_card(subject, names, images))
+        cards.append(card or draw_and_compare(subject, evaluator, names, images))
     if rank.rank > 0:
+        return
+    if several:
+        folder = f"{'_'.join(several)}_{short_hash([subject.folder.name for subject in subjects])}"
+        folder = args.out or args.run / "evaluation" / folder
+        print(write_table(folder, points, cards))
+        print(f"table and plot: {folder}", file=sys.stderr)
+    else:
+        print(table(cards[0]))
+    for name, reason in cards[0].other.items():
+        if isinstance(reason, str):
+            print(f"{name}: {reason}")
+
+
+def finished_card(subject: Subject, names: list[str], images: Mapping[str, ImageSet | None]) -> Card | None:
+    """The card of the same settings that an earlier command wrote, if metrics, data and code are the same too."""
+    try:
+        card = read_card(subject.folder)
+    except ConfigError:
         return None
+    wanted = (names, images.get("train"), images.get("held_out"), git_commit())
+    is_same = (card.metrics, card.reference, card.held_out, card.commit) == wanted
+    return card if is_same and not subject.args.save_images else None
+
+
+def draw_and_compare(
+    subject: Subject, evaluator: Evaluator, names: list[str], images: Mapping[str, ImageSet | None]
+) -> Card:
+    """Evaluate one subject, and write its card, and the samples if they were asked for."""
+    args, trained, rank = subject.args, subject.trained, subject.rank
+    results, samples, started = [], [], time.perf_counter()
+    for seed in subject.seeds:
+        samples.append(evaluator.show(subject.pictures(seed, evaluator)).content)
+        results.append(evaluator.compute())
     figures, other = card_figures(results, num_images=subject.num_images)
     is_run = args.images is None
-    is_of_classes = trained is not None and not trained.takes_prompts
+    if is_run:
+        assert trained is not None
+        origin = origin_of_run(
+            args.run,
+            trained.config,
+            step=trained.step,
+            images_seen=trained.images_seen,
+            weights=trained.weights,
+            model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+            model_evaluations=trained.sampler.evaluations_per_sample(),
+        )
+    else:
+        origin = Origin(images=ImageSet(source="file", path=str(args.images), content=sha256_of(args.images)))
     card = Card(
         **vars(origin),
         **environment_of(rank.device),
         seeds=subject.seeds,
         num_samples=subject.num_images,
-        class_balance=args.class_balance if is_run and is_of_classes else None,
+        class_balance=args.class_balance if trained is not None and is_run and not trained.takes_prompts else None,
         prompts=args.prompts or [],
         rounding=args.rounding if is_run else None,
         batch_size=args.batch_size if is_run else None,
         ranks=rank.world_size,
         metrics=names,
         epochs=args.epochs,
-        reference=reference,
+        reference=images.get("train"),
         reference_run=None if is_run or args.run is None else str(args.run),
-        held_out=sets.get("held_out"),
+        held_out=images.get("held_out"),
         extractors={name: sha256 for metric in evaluator.metrics for name, sha256 in metric.extractors.items()},
         inception_weights=None if args.inception_weights is None else str(args.inception_weights),
         figures=figures,
         samples=samples,
         other=other,
-        seconds=seconds,
+        seconds=round(time.perf_counter() - started, 1),
     )
-    finish(subject, card)
+    if rank.rank == 0:
+        for seed, parts in subject.parts.items() if args.save_images else ():
+            suffix = "" if len(subject.seeds) == 1 else f"_seed-{seed}"
+            parts.write_npz(subject.folder / f"samples{suffix}.npz")
+        write_card(subject.folder, card)
+        for parts in subject.parts.values():
+            parts.remove()
+        print(f"card: {subject.folder / CARD_FILE}", file=sys.stderr)
     return card
-
-
-def finish(subject: Subject, card: Card) -> None:
-    """Write the card, and the samples if they were asked for; then remove the parts."""
-    from torchditan.evaluation.card import CARD_FILE
-    from torchditan.evaluation.card_tables import write_card
-
-    if subject.args.save_images:
-        for seed, parts in subject.parts.items():
-            parts.write_npz(subject.folder / ("samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"))
-    write_card(subject.folder, card)
-    for parts in subject.parts.values():
-        parts.remove()
-    print(f"card: {subject.folder / CARD_FILE}", file=sys.stderr)
 
 
 def save_reference(path: Path, evaluator: Evaluator, *, image_size: tuple[int, int]) -> None:
@@ -532,53 +598,8 @@ def save_reference(path: Path, evaluator: Evaluator, *, image_size: tuple[int, i
     note(f"reference: {path}")
 
 
-def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Origin:
-    """The part of the card about the checkpoint, or the file of images."""
-    from torchditan.evaluation.card import ImageSet, Origin, origin_of_run
-    from torchditan.run.atomic_files import sha256_of
-
-    if args.images is not None:
-        return Origin(images=ImageSet(source="file", path=str(args.images), content=sha256_of(args.images)))
-    assert trained is not None
-    return origin_of_run(
-        args.run,
-        trained.config,
-        step=trained.step,
-        images_seen=trained.images_seen,
-        weights=trained.weights,
-        model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
-        model_evaluations=trained.sampler.evaluations_per_sample(),
-    )
-
-
-def report(card: Card, repeated: Card | None) -> None:
-    """The table on stdout, why a figure is missing, and what differs from the card that is repeated."""
-    from torchditan.evaluation.card_tables import differences, table
-
-    print(table(card))
-    for name, reason in card.other.items():
-        if isinstance(reason, str):
-            print(f"{name}: {reason}")
-    if repeated is not None:
-        print("\n".join(differences(repeated, card)))
-
-
 def main() -> None:
-    from torchditan.config.command_line import check_run
-    from torchditan.evaluation.card import arguments_of, read_card
-    from torchditan.weights.shared import is_shared
-
-    argv = sys.argv[1:]
-    args, flags = parse(argv)
-    repeated = None
-    if args.card is not None:
-        repeated = read_card(args.card)
-        stored = arguments_of(repeated)
-        if args.run is not None and not stored[0].startswith("-"):
-            stored = stored[1:]
-        if args.num_samples is not None or args.samples_per_class is not None:
-            stored = [text for text in stored if not text.startswith(("--num_samples=", "--class_balance="))]
-        args, flags = parse([*stored, *argv])
+    args, flags = parse(sys.argv[1:])
     if args.run is not None and not is_shared(args.run):
         check_run(args.run)
 
@@ -587,7 +608,6 @@ def main() -> None:
 
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices, init_process_group
-    from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
     from torchditan.weights.imported_run import run_of
 
     configure_cpu()
@@ -599,9 +619,7 @@ def main() -> None:
     if rank.world_size > 1:
         init_process_group(rank, timeout_seconds=TIMEOUT_S)
     try:
-        card = evaluate(args, flags, rank, repeated)
-        if card is not None:
-            report(card, repeated)
+        evaluate(args, flags, rank)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()

@@ -1,10 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """The card of an evaluation, `card.json`: what was evaluated, every setting that changes a figure, and the figures.
 
-Notable:
-- numbers have full precision here; card_tables.py rounds them for `card.md` and the terminal;
-- a card is read strictly: a missing, unknown or mistyped entry is one line that names the file and the entry;
-- importing this module needs no torch.
+Numbers have full precision here; card_tables.py rounds them for `card.md` and the terminal. Importing this module needs
+no torch.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchditan.config.errors import ConfigError, is_finite_number
 from torchditan.config.loader import from_dict
-from torchditan.config.options import Config, Sampling, Training
-from torchditan.config.trajectory import VALUES_BEFORE, trajectory
+from torchditan.config.options import Config, Sampling, Training, flatten
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import to_json
@@ -37,16 +34,14 @@ if TYPE_CHECKING:
     from torchditan.evaluation.metric import Figure
 
 VERSION = 1
-"""Of the format, stored as `card`. Entries that are added later need a default value."""
+"""Of the format, stored as `card`."""
 CARD_FILE = "card.json"
-_SECTION = "sampling."
-_SAMPLING_BEFORE = {key.removeprefix(_SECTION): VALUES_BEFORE[key] for key in VALUES_BEFORE if key.startswith(_SECTION)}
-"""Options of `[sampling]` that older cards do not have, with the behavior before they existed."""
 _NOT_EVALUATED = (
     *("images_per_class", "max_classes", "prompts", "at_start"),  # of sample grids
     "use_ema",  # of grids during training; a card has `weights`
     "embedded_guidance",  # of published models, which torchditan evaluate refuses
 )
+_PATHS = ("autoencoder.path", "dataset.root_dir", "model.path", "text_encoder.path")
 
 
 @dataclass(frozen=True)
@@ -113,8 +108,6 @@ class Origin:
     training_seed: int | None = None
     config_hash: str | None = None
     """SHA-256 of the canonical JSON of the stored configuration."""
-    trajectory_hash: str | None = None
-    """SHA-256 of the options that decide what a run learns, without its seed: equal for two seeds of one recipe."""
     training_precision: str | None = None
     """`mixed_precision_param`, and `float32_matmul_precision` if it is not highest: "float32, products high"."""
     training_commit: str | None = None
@@ -128,8 +121,8 @@ class Origin:
     model_parameters: int | None = None
     decoder: str | None = None
     """Fingerprint of the autoencoder that decodes samples; None for a model of pixels."""
-    autoencoder_path: str | None = None
-    """`--autoencoder.path`, if it replaced the run's own."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Options such as `autoencoder.path` that replaced the run's own."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """The `[sampling]` options that change samples."""
     model_evaluations: int | None = None
@@ -138,7 +131,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Card(Origin):
-    """One evaluation, with all that is needed to repeat it."""
+    """One evaluation, with all that is needed to repeat it (`arguments_of`)."""
 
     commit: str | None
     """Of the code that evaluates."""
@@ -179,8 +172,8 @@ class Card(Origin):
     """Of the model that drew, in words. Extractors always compute in float32."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """`--float32_matmul_precision`: of the products of the model that drew."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Duration of each part of the evaluation."""
+    seconds: float | None = None
+    """Duration of drawing and comparing."""
     created: str
     """ISO 8601, UTC."""
 
@@ -197,55 +190,17 @@ def read_card(path: str | Path) -> Card:
     """The card in a file, or in the folder of an evaluation.
 
     Raises:
-        ConfigError: the file does not exist, is not a card, is damaged, or has an unsupported version.
+        ConfigError: it cannot be read, or is no card of this version. The message names the file and the entry.
     """
-    file = Path(path)
-    right = f"must be a {CARD_FILE} of torchditan evaluate"
-    if file.is_dir():
-        file = file / CARD_FILE
-        if not file.is_file():
-            raise ConfigError(f"{path} has no {CARD_FILE}; {right}, or its folder")
+    file = Path(path) / CARD_FILE if Path(path).is_dir() else Path(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist; {right}") from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise ConfigError(f"{file} is not a card, or is damaged: {error}") from None
-    if not isinstance(content, dict) or "card" not in content:
-        raise ConfigError(f"{file} is not a card: it has no entry `card`; {right}")
-    version = content.pop("card")
-    if version != VERSION or isinstance(version, bool):
-        raise ConfigError(f"{file} is a card of version {json.dumps(version)}; this code reads version {VERSION}")
-    if isinstance(content.get("sampling"), dict) and content["sampling"]:  # a file of images has none
-        content["sampling"] = {**_SAMPLING_BEFORE, **content["sampling"]}
-    try:
-        card: Card = _decode(Card, content, "")
-        _check(card)
-    except _DamagedError as error:
-        raise ConfigError(f"{file} is a damaged card: {' '.join(str(error).split())}") from None
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.pop("card", None) != VERSION:
+            raise ValueError(f"it has no entry card = {VERSION}")
+        card: Card = _decode(Card, content, "card")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not a card of torchditan evaluate: {' '.join(str(error).split())}") from None
     return card
-
-
-class _DamagedError(ValueError):
-    """An entry of a card that is not valid."""
-
-
-def _check(card: Card) -> None:
-    """What the types of the entries do not say."""
-    for text in (card.run or "", card.reference_run or "", *card.metrics, *card.prompts):
-        if text.startswith("-"):  # `arguments_of` passes it as a word
-            raise _DamagedError(f"{text} is an option; must be a run, a metric or a prompt")
-    first = card.seeds[0] if card.seeds else 0
-    if card.seeds != list(range(first, first + max(1, len(card.seeds)))):
-        raise _DamagedError(f"seeds = {card.seeds}: must be consecutive integers")
-    for name, figure in card.figures.items():
-        if len(figure.per_seed) != len(card.seeds):
-            raise _DamagedError(f"figures.{name}.per_seed has {len(figure.per_seed)} values of {len(card.seeds)} seeds")
-
-
-_NAMES = {int: "an integer", str: "text", bool: "true or false", float: "a finite number", list: "a list"}
 
 
 def _decode(kind: Any, value: Any, name: str) -> Any:
@@ -257,25 +212,17 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
         return _decode(inner[0], value, name)
     if origin is list and isinstance(value, list):
         return [_decode(inner[0], item, f"{name}[{number}]") for number, item in enumerate(value)]
-    prefix = f"{name}." if name else ""
     if origin is dict and isinstance(value, dict):
-        return {key: _decode(inner[1], entry, f"{prefix}{key}") for key, entry in value.items()}
+        return {key: _decode(inner[1], entry, f"{name}.{key}") for key, entry in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        for part in dataclasses.fields(kind):
-            if part.default is part.default_factory is dataclasses.MISSING and part.name not in value:
-                raise _DamagedError(f"it has no {prefix}{part.name}")
-        if unknown := [key for key in value if key not in hints]:
-            raise _DamagedError(f"{prefix}{unknown[0]} is not an entry of version {VERSION}")
         build: Any = kind
-        return build(**{key: _decode(hints[key], entry, f"{prefix}{key}") for key, entry in value.items()})
+        hints = typing.get_type_hints(kind)
+        return build(**{key: _decode(hints.get(key), entry, f"{name}.{key}") for key, entry in value.items()})
     if kind is float and is_finite_number(value):
         return float(value)
     if value in inner if origin is Literal else type(value) is kind is not float:  # a bool is no integer here
         return value
-    shown = json.dumps(value, ensure_ascii=False)
-    right = f"one of {', '.join(inner)}" if origin is Literal else _NAMES.get(origin or kind, "a table")
-    raise _DamagedError(f"{name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: must be {right}")
+    raise ValueError(f"{name} = {json.dumps(value):.60} is wrong")
 
 
 def cards_of_run(run: Path) -> list[Card]:
@@ -295,80 +242,41 @@ def cards_of_run(run: Path) -> list[Card]:
 
 
 def settings_of(card: Card) -> dict[str, Any]:
-    """Every setting that can change a figure, by name: data, extractors and checkpoint first."""
-    data = card.data or Data(name="", fingerprint=None)
-    held_out = card.held_out or ImageSet(source="held_out")
-    reference = card.reference or ImageSet(source="train")
-    checkpoint = {
-        "weights": card.weights,
-        "step": card.step,
-        "images_seen": card.images_seen,
-        "ema_decay": card.ema_decay,
-        "ema_width": card.ema_width,
-        "run_id": card.run_id,
-        "training_seed": card.training_seed,
-        "trajectory_hash": card.trajectory_hash,
-        "config_hash": card.config_hash,
-        "training_commit": card.training_commit,
-        "model": card.model,
-        "model_parameters": card.model_parameters,
-        "decoder": card.decoder,
-    }
-    return {
-        "data.name": data.name or None,
-        "data.fingerprint": data.fingerprint,
-        "data.image_size": data.image_size,
-        "data.num_classes": data.num_classes,
-        "reference": None if card.reference is None else reference.path or reference.source,
-        "reference.content": reference.content,
-        "reference.num_images": reference.num_images,
-        "reference.is_decoded": None if card.reference is None else reference.is_decoded,
-        "held_out.content": held_out.content,
-        "held_out.num_images": held_out.num_images,
-        **{f"extractors.{name}": content for name, content in card.extractors.items()},
-        **({"images.content": card.images.content} if card.images else checkpoint),
-        **{f"sampling.{key}": value for key, value in card.sampling.items()},
-        "model_evaluations": card.model_evaluations,
-        "metrics": card.metrics,
-        "prompts": card.prompts or None,
-        "seeds": card.seeds,
-        "num_samples": card.num_samples,
-        "class_balance": card.class_balance,
-        "rounding": card.rounding,
-        "batch_size": card.batch_size,
-        "epochs": card.epochs,
-        "precision": card.precision,
-        "device": card.device_name or card.device,
-        "commit": card.commit,
-        **{f"versions.{name}": version for name, version in card.versions.items()},
-    }
+    """All entries but the figures and the samples, by name: `data.name`, `sampling.num_steps`."""
+    entries = dataclasses.asdict(card)
+    nested = {name: value for name, value in entries.items() if name not in ("figures", "samples", "other")}
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def arguments_of(card: Card) -> list[str]:
     """The arguments with which torchditan evaluate repeats a card, the run first."""
-    precision = card.float32_matmul_precision
+    is_run = card.images is None
+    run = card.run if is_run else card.reference_run
     given = {
         "step": card.step,
         "weights": card.weights,
-        "images": card.images.path if card.images else None,
+        "images": None if card.images is None else card.images.path,
         "reference": card.reference.path if card.reference else None,
         "inception_weights": card.inception_weights,
-        "num_samples": card.num_samples if card.images is None else None,
+        "num_samples": card.num_samples if is_run else None,
         "seed": card.seeds[0],
-        "seeds": len(card.seeds) if card.images is None else None,
+        "seeds": len(card.seeds) if is_run else None,
         "batch_size": card.batch_size,
         "class_balance": card.class_balance,
         "rounding": card.rounding,
-        "float32_matmul_precision": None if precision == "highest" else precision,
+        "float32_matmul_precision": card.float32_matmul_precision if is_run else None,
         "epochs": card.epochs,
-        "autoencoder.path": card.autoencoder_path,
+        **card.paths,
+        **{f"sampling.{key}": _flag(value) for key, value in card.sampling.items()},
     }
-    run = card.run if card.images is None else card.reference_run
     arguments = [] if run is None else [run]
     arguments += ["--metrics", *card.metrics]
     arguments += ["--prompts", *card.prompts] if card.prompts else []
-    arguments += [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return arguments + [f"--sampling.{key}={_flag(value)}" for key, value in card.sampling.items()]
+    arguments += ["--without_data"] if run and given["reference"] and card.held_out is None else []
+    return arguments + [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
 def _flag(value: Any) -> str:
@@ -504,7 +412,7 @@ def origin_of_run(
     """
     content = read_config(run)
     stored = from_dict(content["config"])
-    path = config.autoencoder.path
+    now, before = flatten(config), flatten(stored)
     imported = content.get("imported")
     if not isinstance(imported, dict):
         imported = {}
@@ -520,7 +428,6 @@ def origin_of_run(
         ema_width=None if ema is None else ema.width,
         training_seed=None if is_foreign else config.training.seed,
         config_hash=_hash(content["config"]),
-        trajectory_hash=trajectory_hash(stored),
         training_precision=None if is_foreign else _precision_text(stored.training),
         training_commit=content.get("git_commit"),
         training_versions={} if is_foreign else content.get("versions") or {},
@@ -535,7 +442,7 @@ def origin_of_run(
         model=" ".join([config.model.name, config.model.flavor, *config.model.overrides]),
         model_parameters=model_parameters,
         decoder=config.autoencoder.fingerprint,
-        autoencoder_path=path if path != stored.autoencoder.path else None,
+        paths={name: now[name] for name in _PATHS if now[name] is not None and now[name] != before[name]},
         sampling=sampling_settings(config.sampling),
         model_evaluations=model_evaluations,
     )
@@ -544,22 +451,6 @@ def origin_of_run(
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """The `[sampling]` options that change the samples of an evaluation."""
     return {key: value for key, value in dataclasses.asdict(sampling).items() if key not in _NOT_EVALUATED}
-
-
-def trajectory_hash(config: Config) -> str:
-    """SHA-256 of the options that decide what a run learns, and of its steps, without the training seed.
-
-    An option that was added later changes no hash of a run that behaves as runs did before.
-    """
-    options = {**trajectory(config), "training.steps": config.training.steps}
-    absent = object()
-    return _hash(
-        {
-            name: value
-            for name, value in options.items()
-            if name != "training.seed" and VALUES_BEFORE.get(name, absent) != value
-        }
-    )
 
 
 def _hash(values: Any) -> str:

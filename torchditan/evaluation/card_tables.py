@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Cards as text: the printed table of figures, card.md, a repetition next to its card, and several cards side by side.
+"""Cards as text: the printed table of figures, and card.md.
 
 Numbers are rounded to the digits that their intervals support.
 """
@@ -13,18 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import option_error, printable
-from torchditan.evaluation.card import (
-    CARD_FILE,
-    Card,
-    CardFigure,
-    ImageSet,
-    Origin,
-    arguments_of,
-    save_json,
-    settings_of,
-    spread_of,
-)
+from torchditan.config.errors import printable
+from torchditan.evaluation.card import CARD_FILE, Card, CardFigure, arguments_of, save_json, settings_of
 from torchditan.run.atomic_files import write_file
 
 MAX_DIGITS = 6
@@ -33,42 +23,26 @@ DIGITS_WITHOUT_INTERVAL = 4
 COMPANIONS = ("recall", "coverage", "copies")
 """Shown directly after a Fréchet distance, which alone does not reveal missing or copied images."""
 _HASH_DIGITS = 12
-_OF_A_SEED = ("run_id", "training_seed", "config_hash")
-"""Settings that differ between runs of one recipe with different seeds."""
 
 
 def write_card(folder: Path, card: Card) -> None:
     """Write card.json and card.md to a folder, each atomically; card.json last, so it marks a finished evaluation."""
-    write_file(folder / "card.md", markdown(card, folder / CARD_FILE).encode())
+    write_file(folder / "card.md", markdown(card).encode())
     save_json(folder / CARD_FILE, card)
 
 
-def markdown(card: Card, path: Path) -> str:
-    """card.md: what was evaluated, the figures, the settings, and the commands that repeat it."""
+def markdown(card: Card) -> str:
+    """card.md: what was evaluated, the figures, the command that repeats it, and all settings."""
     settings = [[name, shown(name, value)] for name, value in settings_of(card).items() if value is not None]
-    about = {
-        "run": card.run,
-        **{f"imported {name}": (card.imported or {}).get(name) for name in ("file", "format")},
-        "training hardware": card.training_hardware,
-        "training precision": card.training_precision,
-        **{f"training {name}": version for name, version in card.training_versions.items()},
-        "ranks": card.ranks,
-        **{f"seconds {name}": f"{seconds:.1f}" for name, seconds in card.seconds.items()},
-        "created": card.created,
-    }
-    facts = [[name, shown(name, value)] for name, value in about.items() if value is not None]
     return "\n".join(
         [
             f"# {_escape(title(card))}\n",
             table(card),
-            "\nRetraining changes figures further: `torchditan compare` states the spread over training seeds.",
-            "\n## Settings that change figures\n",
-            columns(["setting", "value"], settings),
-            "\n## More about this evaluation\n",
-            columns(["fact", "value"], facts),
+            "\nTraining again with another seed changes the figures further.",
             "\n## Repeat it\n",
             "    " + one_line(shlex.join(["torchditan", "evaluate", *arguments_of(card)])),
-            f"\n`torchditan evaluate --card {shlex.quote(str(path))}` repeats it and lists what differs.",
+            "\n## Settings\n",
+            columns(["setting", "value"], settings),
             "",
         ]
     )
@@ -93,10 +67,14 @@ def table(card: Card) -> str:
             rows.append(
                 [name, value_text(figure), interval_text(figure), str(figure.num_images), figure.extractor or ""]
             )
-    labels = dict.fromkeys(figure.interval for figure in card.figures.values() if has_interval(figure))
-    notes = [f"\nIntervals: {_escape(label)}." for label in labels if label]
     header = ["figure", "value", f"{confidence(card.figures.values())} interval".strip(), "N", "extractor"]
-    return "\n".join([columns(header, rows), *notes])
+    return "\n".join([columns(header, rows), *interval_notes(card.figures.values())])
+
+
+def interval_notes(figures: Iterable[CardFigure]) -> list[str]:
+    """What the intervals cover, a line for each kind."""
+    labels = dict.fromkeys(figure.interval for figure in figures if has_interval(figure))
+    return [f"\nIntervals: {_escape(label)}." for label in labels if label]
 
 
 def ordered_names(figures: Mapping[str, CardFigure]) -> list[str]:
@@ -144,6 +122,13 @@ def interval_text(figure: CardFigure) -> str:
         return figure.interval or "none"
     half = half_width(figure)
     return f"{rounded(figure.low, half)} to {rounded(figure.high, half)}"
+
+
+def value_and_half_width(figure: CardFigure | None) -> str:
+    if figure is None:
+        return "not measured"
+    half = half_width(figure)
+    return value_text(figure) + (f" ± {rounded(half, half)}" if half is not None else "")
 
 
 def half_width(figure: CardFigure) -> float | None:
@@ -210,182 +195,3 @@ def columns(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-# A repetition
-
-
-def check_repeatable(path: Path, card: Card, origin: Origin, *, reference: ImageSet | None = None) -> None:
-    """Refuse to repeat a card with another run, checkpoint or file of images, or with other reference images.
-
-    A run trained again from the same options and seed may repeat a card; `differences` then lists its `run_id`.
-
-    Args:
-        path: the card, for the message.
-        card: what it says.
-        origin: what would be evaluated now.
-        reference: the reference images now; None if they are not known yet.
-
-    Raises:
-        ConfigError: one of them differs.
-    """
-    mistake = _other_origin(card, origin)
-    there_images = card.reference or ImageSet(source="train")
-    if mistake is None and reference is not None and reference.content != there_images.content:
-        there, here = (shown(".content", images.content) for images in (there_images, reference))
-        num_images = f"{there_images.num_images} images ({there}), here are {reference.num_images} ({here})"
-        mistake = f"is a card of other data: it was compared with {num_images}; must be a card of these images"
-    if mistake is not None:
-        raise option_error("--card", str(path), mistake)
-
-
-def _other_origin(card: Card, origin: Origin) -> str | None:
-    if card.images is not None or origin.images is not None:
-        contents = [images.content if images else None for images in (card.images, origin.images)]
-        if contents[0] is None or contents[0] != contents[1]:
-            return f"evaluated {_source(card)}, this is {_source(origin)}; must be a card of the same images"
-        return None
-    is_same_recipe = (card.trajectory_hash, card.training_seed) == (origin.trajectory_hash, origin.training_seed)
-    if card.run_id != origin.run_id and not is_same_recipe:
-        seeds = f"training seed {card.training_seed} there, {origin.training_seed} here"
-        differs = seeds if card.training_seed != origin.training_seed else "its training options differ"
-        return f"evaluated another run, {card.run}, and this is {origin.run} ({differs}); must be a card of this run"
-    if card.step != origin.step:
-        return f"evaluated step {card.step}, and this is step {origin.step}; add --step={card.step}"
-    return None
-
-
-def _source(origin: Origin) -> str:
-    return f"the images {origin.images.path}" if origin.images else f"the run {origin.run}"
-
-
-def differences(old: Card, new: Card) -> list[str]:
-    """What differs between a card and its repetition: settings, then figures, one line each.
-
-    A figure that differs is compared with the card's interval. Data, extractors and checkpoint come first.
-    """
-    before, after = settings_of(old), settings_of(new)
-    names = dict.fromkeys([*before, *after])
-    lines = [
-        f"{name}: {shown(name, before.get(name))} in the card, {shown(name, after.get(name))} here"
-        for name in names
-        if before.get(name) != after.get(name)
-    ]
-    both = [name for name in old.figures if name in new.figures]
-    equal = [name for name in both if _is_equal(old.figures[name], new.figures[name])]
-    lines += [_figure_line(name, old.figures[name], new.figures[name]) for name in both if name not in equal]
-    if equal and len(equal) == len(both):
-        lines.append(f"figures: {_all(len(both))} equal to the bit")
-    elif equal:
-        lines.append(f"equal to the bit: {', '.join(equal)}")
-    lines += [f"{name}: only in the card" for name in old.figures if name not in new.figures]
-    lines += [f"{name}: not in the card" for name in new.figures if name not in old.figures]
-    return lines
-
-
-def _all(number: int) -> str:
-    return f"all {number} are" if number > 1 else "the only one is"
-
-
-def _is_equal(old: CardFigure, new: CardFigure) -> bool:
-    return (old.value, old.per_seed) == (new.value, new.per_seed)
-
-
-def _figure_line(name: str, old: CardFigure, new: CardFigure) -> str:
-    line = f"{name}: {value_text(old)} in the card, {_as_precise(old, new)} here"
-    if old.value is None or new.value is None:
-        return line
-    line += f" ({new.value - old.value:+.2g})"
-    if old.low is None or old.high is None:
-        return f"{line}; the card has no interval for it"
-    where = "within" if old.low <= new.value <= old.high else "outside"
-    return f"{line}, {where} the card's interval {interval_text(old)} ({old.interval})"
-
-
-def _as_precise(old: CardFigure, new: CardFigure) -> str:
-    """The new value with the digits of the old one."""
-    return "not finite" if new.value is None else rounded(new.value, half_width(old))
-
-
-# Several cards
-
-
-def comparison(cards: Sequence[Card]) -> str:
-    """Several cards as Markdown: a table with a column per card, then the spread over training seeds or why not."""
-    parts = [card_columns(cards), training_spread(cards)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def card_columns(cards: Sequence[Card]) -> str:
-    """A table with a column per card: the settings that differ, then all figures with their sampling intervals."""
-    settings = [settings_of(card) for card in cards]
-    rows = []
-    for name in differing_settings(cards):
-        rows.append([name, *(shown(name, values.get(name)) for values in settings)])
-    figures = {name: figure for card in cards for name, figure in card.figures.items()}
-    for name in ordered_names(figures):
-        rows.append([name, *(_cell(card.figures.get(name)) for card in cards)])
-    confidences = [confidence(card.figures.values()) for card in cards]
-    heading = [""]
-    heading += [f"{name} (± {of})" if of else name for name, of in zip(headings(cards), confidences, strict=True)]
-    labels = {figure.interval: None for card in cards for figure in card.figures.values() if has_interval(figure)}
-    return "\n".join([columns(heading, rows), *(f"\nIntervals: {_escape(label)}." for label in labels if label)])
-
-
-def differing_settings(cards: Sequence[Card]) -> list[str]:
-    """Names of the settings that are not the same in all cards."""
-    settings = [settings_of(card) for card in cards]
-    names = dict.fromkeys(name for values in settings for name in values)
-    return [name for name in names if any(values.get(name) != settings[0].get(name) for values in settings)]
-
-
-def headings(cards: Sequence[Card]) -> list[str]:
-    """A heading for each card: the run's folder, or what tells equal ones apart."""
-    names = [Path(card.run or (card.images and card.images.path) or "").name for card in cards]
-    full = [title(card) for card in cards]
-    for candidates in (names, full):
-        if len(set(candidates)) == len(cards):
-            return candidates
-    return [f"{number}: {name}" for number, name in enumerate(names, start=1)]
-
-
-def _cell(figure: CardFigure | None) -> str:
-    if figure is None:
-        return "not measured"
-    half = half_width(figure)
-    return value_text(figure) + (f" ± {rounded(half, half)}" if half is not None else "")
-
-
-def training_spread(cards: Sequence[Card]) -> str:
-    """The spread of each figure over training seeds, as Markdown.
-
-    For cards of several seeds that differ in something else too, one line that says what. "" for cards of one seed.
-    """
-    seeds = [card.training_seed for card in cards]
-    if len(set(seeds)) == 1:
-        return ""
-    if other := [name for name in differing_settings(cards) if name not in _OF_A_SEED]:
-        return f"No spread over training seeds: the cards also differ in {_escape(', '.join(other))}."
-    if len(set(seeds)) < len(cards):
-        return "No spread over training seeds: two cards have the same training seed."
-    rows = []
-    for name in ordered_names(cards[0].figures):
-        values = [card.figures[name].value if name in card.figures else None for card in cards]
-        rows.append([name, *_spread_cells(values)])
-    shown_seeds = ", ".join(map(str, sorted(seed for seed in seeds if seed is not None)))
-    heading = f"Training seeds: {len(cards)} ({shown_seeds}). Intervals: training seeds, 95% of the mean, Student t."
-    note = "A figure's spread here includes that of sampling; CV is the standard deviation divided by the mean."
-    return "\n\n".join([heading, columns(["figure", "mean", "standard deviation", "CV", "95% interval"], rows), note])
-
-
-def _spread_cells(values: Sequence[float | None]) -> list[str]:
-    """Mean, standard deviation, CV and interval of a figure over training seeds."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return ["not measured", "", "", ""]
-    if len(set(known)) == 1:  # it does not depend on training, or is at its bound
-        return [rounded(known[0]), "0", "", "equal in all cards"]
-    mean, std, half = spread_of(known)
-    variation = f"{significant(100 * std / mean, 2)}%" if mean > 0 else ""
-    interval = f"{rounded(mean - half, half)} to {rounded(mean + half, half)}"
-    return [rounded(mean, half), significant(std, 2), variation, interval]

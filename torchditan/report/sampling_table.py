@@ -1,0 +1,85 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Evaluations of one run at several sampling options, as a table, a CSV file and a plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchditan.evaluation.card import Card
+from torchditan.evaluation.card_tables import columns, interval_notes, ordered_names, value_and_half_width
+from torchditan.report.plots import add_legend, draw, legend_entry, look_of, new_figure, styled
+from torchditan.run.atomic_files import write_file
+
+TABLE, PLOT = "table.csv", "plot.png"
+_MINOR = re.compile(
+    r"sF|IS$|precision|density|held-out |KID to |copies: (?!closer)|accuracy_held_out|chance|prompts .*: (?!all$)"
+)
+"""Figures that are only in the CSV file."""
+
+Points = Sequence[Mapping[str, str]]
+"""The values of each evaluation, by the name of the option."""
+
+
+def write_table(folder: Path, points: Points, cards: Sequence[Card]) -> str:
+    """Write all figures as CSV and the main ones as a plot to a folder. Returns the main ones as a Markdown table."""
+    figures = ordered_names({name: figure for card in cards for name, figure in card.figures.items()})
+    names = [name for name in figures if not _MINOR.match(name)]
+    write_file(folder / TABLE, _csv(points, cards, figures).encode())
+    if any(name in card.figures for name in names for card in cards):
+        write_file(folder / PLOT, draw(_plot(points, cards, names), "plot", "sampling options").png)
+    rows = [
+        [
+            *point.values(),
+            f"{card.model_evaluations}",
+            *(value_and_half_width(card.figures.get(name)) for name in names),
+        ]
+        for point, card in zip(points, cards, strict=True)
+    ]
+    shown = [card.figures[name] for card in cards for name in names if name in card.figures]
+    return "\n".join([columns([*points[0], "model evaluations", *names], rows), *interval_notes(shown)])
+
+
+def _csv(points: Points, cards: Sequence[Card], figures: Sequence[str]) -> str:
+    """With all digits, and an empty cell for what was not measured."""
+    text = io.StringIO()
+    names = [name for name in figures if any(name in card.figures for card in cards)]
+    ends = [column for name in names for column in (name, f"{name} low", f"{name} high")]
+    writer = csv.DictWriter(text, [*points[0], "model_evaluations", "num_samples", "seeds", *ends], lineterminator="\n")
+    writer.writeheader()
+    for point, card in zip(points, cards, strict=True):
+        row: dict[str, Any] = dict(point)
+        row |= {"model_evaluations": card.model_evaluations, "num_samples": card.num_samples, "seeds": len(card.seeds)}
+        for name, figure in card.figures.items():
+            row |= {name: figure.value, f"{name} low": figure.low, f"{name} high": figure.high}
+        writer.writerow(row)
+    return text.getvalue()
+
+
+@styled
+def _plot(points: Points, cards: Sequence[Card], names: Sequence[str]) -> Any:
+    """A panel per figure over the values of the first option, with a line for each combination of the others."""
+    first, *others = points[0]
+    values = list(dict.fromkeys(point[first] for point in points))
+    lines: dict[str, list[tuple[int, Card]]] = {}
+    for point, card in zip(points, cards, strict=True):
+        label = ", ".join(f"{name} {point[name]}" for name in others)
+        lines.setdefault(label, []).append((values.index(point[first]), card))
+    measured = [name for name in names if any(name in card.figures for card in cards)]
+    figure, panels = new_figure(len(measured), height=3.0, width=2 + 3.4 * min(3, len(measured)))
+    for panel, name in zip(panels, measured, strict=True):
+        for number, line in enumerate(lines.values()):
+            found = [(place, one) for place, card in line if (one := card.figures.get(name)) and one.value is not None]
+            below = [0 if one.low is None else one.value - one.low for _, one in found]
+            above = [0 if one.high is None else one.high - one.value for _, one in found]
+            places, heights = [place for place, _ in found], [one.value for _, one in found]
+            panel.errorbar(places, heights, yerr=[below, above], capsize=2.5, **look_of(number))
+        panel.set_title(name)
+        panel.set_xlabel(first)
+        panel.set_xticks(range(len(values)), values)
+    add_legend(figure, [legend_entry(label, **look_of(number)) for number, label in enumerate(lines)])
+    return figure
