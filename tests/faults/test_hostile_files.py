@@ -46,7 +46,7 @@ from torchditan.config.options import Autoencoder, Dataset
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset
 from torchditan.datasets.images import load_sample
-from torchditan.evaluation.card_tables import comparison, markdown
+from torchditan.evaluation.card_tables import markdown
 from torchditan.evaluation.grid_picture import save_grid
 from torchditan.evaluation.sample_batches import read_statistics
 from torchditan.report.page import data_uri
@@ -823,7 +823,7 @@ def test_a_picture_takes_no_more_memory_than_its_file(data: Callable[[], bytes])
     path = Path("pictures/a.png")
     with memory_limit(1 << 30):
         if data is png_with_pixels_of_two_gigabytes:
-            assert data_uri(path) is not None
+            assert data_uri(path, most_bytes=1 << 20) is not None
             assert load_sample(path, sample_shape=(3, 8, 8), where="a.png").shape == (3, 8, 8)
         else:
             with pytest.raises(CorruptImageError, match="limit"):
@@ -877,10 +877,9 @@ def test_a_grid_with_other_types_is_one_line(line: str, about: str) -> None:
     refuse(lambda: load_grid("./grid.toml"), about)
 
 
-def test_a_card_adds_no_markup_and_no_escapes_to_a_comparison() -> None:
+def test_a_card_adds_no_markup_and_no_escapes() -> None:
     hostile = "\x1b[2J <img src=x onerror=ran()> [a](javascript:ran())"
-    text = comparison([cards.card(), cards.card(run=hostile, precision=hostile)])
-    text += markdown(cards.card(run=hostile, training_hardware=hostile), Path("card.json"))
+    text = markdown(cards.card(run=hostile, precision=hostile, training_hardware=hostile), Path("card.json"))
     shown = re.sub(r"\n\n    torchditan .*", "", text)  # a block of code
     assert "onerror" in shown and "<img" not in shown and "](javascript" not in shown and "\x1b" not in text
 

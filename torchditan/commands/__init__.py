@@ -28,7 +28,6 @@ COMMANDS = {
     "generate": Command("torchditan.commands.generate", "draw samples of a run"),
     "evaluate": Command("torchditan.commands.evaluate", "sample quality, with intervals and a card that repeats it"),
     "sweep": Command("torchditan.commands.sweep_sampling", "sample quality over guidance, steps and samplers"),
-    "compare": Command("torchditan.commands.compare_cards", "evaluation cards side by side, and the spread over seeds"),
     "encode": Command("torchditan.commands.encode_latents", "encode a dataset as latents, once"),
     "pack": Command("torchditan.commands.pack", "pack a dataset into WebDataset shards"),
     "plan": Command("torchditan.planner.__main__", "memory and time of a configuration on a device, without it"),
@@ -44,8 +43,5 @@ COMMANDS = {
     ),
     "export_lora": Command("torchditan.commands.export_lora", "a LoRA as one file, for diffusers or kohya"),
     "average": Command("torchditan.commands.reconstruct_ema", "averages of other widths from a run's stored weights"),
-    "timeline": Command(
-        "torchditan.commands.samples_over_steps", "a run's samples over its steps, as a strip and a GIF"
-    ),
     "download": Command("torchditan.commands.download_assets", "the files of published models that a job needs"),
 }

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Cards as text: the printed table of figures, card.md, a repetition next to its card, and several cards side by side.
+"""Cards as text: the printed table of figures, card.md, and a repetition next to its card.
 
 Numbers are rounded to the digits that their intervals support.
 """
@@ -23,7 +23,6 @@ from torchditan.evaluation.card import (
     arguments_of,
     save_json,
     settings_of,
-    spread_of,
 )
 from torchditan.run.atomic_files import write_file
 
@@ -33,8 +32,6 @@ DIGITS_WITHOUT_INTERVAL = 4
 COMPANIONS = ("recall", "coverage", "copies")
 """Shown directly after a Fréchet distance, which alone does not reveal missing or copied images."""
 _HASH_DIGITS = 12
-_OF_A_SEED = ("run_id", "training_seed", "config_hash")
-"""Settings that differ between runs of one recipe with different seeds."""
 
 
 def write_card(folder: Path, card: Card) -> None:
@@ -61,7 +58,7 @@ def markdown(card: Card, path: Path) -> str:
         [
             f"# {_escape(title(card))}\n",
             table(card),
-            "\nRetraining changes figures further: `torchditan compare` states the spread over training seeds.",
+            "\nRetraining changes figures further: train several seeds to see by how much.",
             "\n## Settings that change figures\n",
             columns(["setting", "value"], settings),
             "\n## More about this evaluation\n",
@@ -311,87 +308,3 @@ def _figure_line(name: str, old: CardFigure, new: CardFigure) -> str:
 def _as_precise(old: CardFigure, new: CardFigure) -> str:
     """The new value with the digits of the old one."""
     return "not finite" if new.value is None else rounded(new.value, half_width(old))
-
-
-# Several cards
-
-
-def comparison(cards: Sequence[Card]) -> str:
-    """Several cards as Markdown: a table with a column per card, then the spread over training seeds or why not."""
-    parts = [card_columns(cards), training_spread(cards)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def card_columns(cards: Sequence[Card]) -> str:
-    """A table with a column per card: the settings that differ, then all figures with their sampling intervals."""
-    settings = [settings_of(card) for card in cards]
-    rows = []
-    for name in differing_settings(cards):
-        rows.append([name, *(shown(name, values.get(name)) for values in settings)])
-    figures = {name: figure for card in cards for name, figure in card.figures.items()}
-    for name in ordered_names(figures):
-        rows.append([name, *(_cell(card.figures.get(name)) for card in cards)])
-    confidences = [confidence(card.figures.values()) for card in cards]
-    heading = [""]
-    heading += [f"{name} (± {of})" if of else name for name, of in zip(headings(cards), confidences, strict=True)]
-    labels = {figure.interval: None for card in cards for figure in card.figures.values() if has_interval(figure)}
-    return "\n".join([columns(heading, rows), *(f"\nIntervals: {_escape(label)}." for label in labels if label)])
-
-
-def differing_settings(cards: Sequence[Card]) -> list[str]:
-    """Names of the settings that are not the same in all cards."""
-    settings = [settings_of(card) for card in cards]
-    names = dict.fromkeys(name for values in settings for name in values)
-    return [name for name in names if any(values.get(name) != settings[0].get(name) for values in settings)]
-
-
-def headings(cards: Sequence[Card]) -> list[str]:
-    """A heading for each card: the run's folder, or what tells equal ones apart."""
-    names = [Path(card.run or (card.images and card.images.path) or "").name for card in cards]
-    full = [title(card) for card in cards]
-    for candidates in (names, full):
-        if len(set(candidates)) == len(cards):
-            return candidates
-    return [f"{number}: {name}" for number, name in enumerate(names, start=1)]
-
-
-def _cell(figure: CardFigure | None) -> str:
-    if figure is None:
-        return "not measured"
-    half = half_width(figure)
-    return value_text(figure) + (f" ± {rounded(half, half)}" if half is not None else "")
-
-
-def training_spread(cards: Sequence[Card]) -> str:
-    """The spread of each figure over training seeds, as Markdown.
-
-    For cards of several seeds that differ in something else too, one line that says what. "" for cards of one seed.
-    """
-    seeds = [card.training_seed for card in cards]
-    if len(set(seeds)) == 1:
-        return ""
-    if other := [name for name in differing_settings(cards) if name not in _OF_A_SEED]:
-        return f"No spread over training seeds: the cards also differ in {_escape(', '.join(other))}."
-    if len(set(seeds)) < len(cards):
-        return "No spread over training seeds: two cards have the same training seed."
-    rows = []
-    for name in ordered_names(cards[0].figures):
-        values = [card.figures[name].value if name in card.figures else None for card in cards]
-        rows.append([name, *_spread_cells(values)])
-    shown_seeds = ", ".join(map(str, sorted(seed for seed in seeds if seed is not None)))
-    heading = f"Training seeds: {len(cards)} ({shown_seeds}). Intervals: training seeds, 95% of the mean, Student t."
-    note = "A figure's spread here includes that of sampling; CV is the standard deviation divided by the mean."
-    return "\n\n".join([heading, columns(["figure", "mean", "standard deviation", "CV", "95% interval"], rows), note])
-
-
-def _spread_cells(values: Sequence[float | None]) -> list[str]:
-    """Mean, standard deviation, CV and interval of a figure over training seeds."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return ["not measured", "", "", ""]
-    if len(set(known)) == 1:  # it does not depend on training, or is at its bound
-        return [rounded(known[0]), "0", "", "equal in all cards"]
-    mean, std, half = spread_of(known)
-    variation = f"{significant(100 * std / mean, 2)}%" if mean > 0 else ""
-    interval = f"{rounded(mean - half, half)} to {rounded(mean + half, half)}"
-    return [rounded(mean, half), significant(std, 2), variation, interval]

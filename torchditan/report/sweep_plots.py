@@ -65,9 +65,8 @@ def save_plots(folder: Path, results: Sequence[Result], figure: str, *, title: s
         GUIDANCE_NAME: quality_figure(over_guidance, _in_every_interval(known)),
     }
     for name, drawn in figures.items():
-        plot = draw(drawn, name, title)
-        write_file(folder / f"{name}.svg", plot.svg.encode())
-        write_file(folder / f"{name}.png", plot.png)
+        for file, content in draw(drawn, name, title).draw_files().items():
+            write_file(folder / file, content)
     return [f"{name}.png" for name in figures]
 
 
