@@ -179,25 +179,30 @@ def strip(columns: dict[int, Tensor], labels: list[str], *, title: str) -> bytes
 
 
 def animation(frames: dict[int, Tensor], labels: list[str], *, title: str, most_bytes: int) -> bytes:
-    """An animated GIF with a frame for each step, smaller until it fits; the last frame is shown four times as long.
+    """An animated GIF with a frame for each step; the last frame is shown four times as long.
 
     Args:
         frames: step -> (rows, k, H, W, 3) uint8.
         labels: of the rows.
         title: of the picture.
-        most_bytes: size of the file. Frames of less than 200 pixels are not made smaller.
+        most_bytes: about the largest size of the file. Frames become smaller to fit; no side exceeds 480 pixels.
     """
     digits = len(str(max(frames)))
     drawn = [draw([(f"step {step:{digits}d}", cells)], labels, title, 1)[0] for step, cells in frames.items()]
     width, height = (max(sides) for sides in zip(*(picture.size for picture in drawn), strict=True))
     pictures = [ImageOps.pad(picture, (width, height), color=_PAPER, centering=(0, 0)) for picture in drawn]
-    durations = [500] * (len(pictures) - 1) + [2000]
-    while True:
-        after: dict[str, Any] = {"save_all": True, "append_images": pictures[1:], "duration": durations}
-        data = _encoded(pictures[0], format="GIF", loop=0, disposal=1, **after)
-        if len(data) <= most_bytes or max(pictures[0].size) < 200:
-            return data
-        pictures = [ImageOps.scale(picture, 0.7) for picture in pictures]
+    data = _animated(pictures, min(1.0, 480 / max(width, height)))
+    if len(data) > most_bytes:
+        data = _animated(pictures, min(1.0, 480 / max(width, height)) * 0.9 * math.sqrt(most_bytes / len(data)))
+    return data
+
+
+def _animated(pictures: list[Image.Image], scale: float) -> bytes:
+    size = [max(1, round(side * scale)) for side in pictures[0].size]
+    smaller = (picture.resize(size) for picture in pictures)
+    first, *others = [picture.quantize(method=Image.Quantize.FASTOCTREE) for picture in smaller]  # 256 colours
+    durations = [500] * len(others) + [2000]
+    return _encoded(first, format="GIF", save_all=True, append_images=others, duration=durations, loop=0, disposal=1)
 
 
 def stills(samples: Tensor, *, most: int = 4) -> Tensor:

@@ -96,13 +96,16 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 @styled
 def draw(figure: Any, name: str, title: str, looks: Sequence[Look] = ()) -> Plot:
     """Encode a figure for a page. Its files get a legend of `looks`, which the page shows once for several plots."""
-    return Plot(name, title, _encoded(figure, "svg").decode(), partial(_files, figure, name, looks))
+    svg = _encoded(figure, "svg")
+    return Plot(name, title, svg.decode(), partial(_files, figure, name, svg, looks))
 
 
 @styled
-def _files(figure: Any, name: str, looks: Sequence[Look]) -> dict[str, bytes]:
-    add_legend(figure, [legend_entry(look.name, color=look.color, linestyle=_dashes(look)) for look in looks])
-    return {f"{name}.{kind}": _encoded(figure, kind) for kind in ("svg", "png")}
+def _files(figure: Any, name: str, svg: bytes, looks: Sequence[Look]) -> dict[str, bytes]:
+    if len(looks) > 1:
+        add_legend(figure, [legend_entry(look.name, color=look.color, linestyle=_dashes(look)) for look in looks])
+        svg = _encoded(figure, "svg")
+    return {f"{name}.svg": svg, f"{name}.png": _encoded(figure, "png")}
 
 
 def _encoded(figure: Any, kind: str) -> bytes:
