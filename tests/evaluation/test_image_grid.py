@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
+from refusals import refused
 
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
-from torchditan.evaluation.grid_picture import _can_draw, _font, add_to_steps, read_cells, save_grid
+from torchditan.evaluation.grid_picture import LAYOUT_KEY, _can_draw, _font, add_to_steps, read_cells, save_grid
 from torchditan.evaluation.sample_grids import real_samples
 
 
@@ -207,3 +210,43 @@ def test_a_class_without_a_readable_image_has_no_real_ones():
     found = real_samples(Two(), labels=[0, 1], samples_per_label=3, conditional=True, to_pixels=lambda real: real / 2)
     assert found[0, :, 0, 0, 0].tolist() == [0, 1, 1]
     assert found[1].isnan().all()
+
+
+def test_a_grid_gives_back_the_cells_that_were_drawn(tmp_path):
+    shades = torch.tensor([[40, 100], [160, 220]], dtype=torch.uint8)
+    samples = (shades / 127.5 - 1)[:, :, None, None, None].expand(2, 2, 3, 8, 8)
+    save_grid(tmp_path / "a.png", samples, torch.zeros(2, 1, 3, 8, 8), ["zero", "one"], title="run")
+    cells, labels = read_cells(tmp_path / "a.png")
+    assert labels == ["zero", "one"]
+    assert torch.equal(cells, shades[:, :, None, None, None].expand(2, 2, 64, 64, 3))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"num_columns": "2"},
+        {"num_columns": 2**31 - 1},
+        {"num_columns": 0},
+        {"top": -1},
+        {"left": 10**30},
+        {"width": 0},
+        {"column_pitch": 0},
+        {"labels": []},
+        {"labels": [1, 2, 3]},
+        {"labels": "three"},
+        {"labels": ["again"] * 1_000_000},
+        {"row_pitch": 1.5},
+        None,
+    ],
+    ids=lambda layout: next(iter(layout or ["none"])),
+)
+def test_a_grid_with_a_layout_of_a_stranger_is_named(tmp_path, layout):
+    path = tmp_path / "a.png"
+    save_grid(path, torch.zeros(3, 2, 3, 8, 8), None, ["a", "b", "c"], title="run")
+    with Image.open(path) as picture:
+        about = PngInfo()
+        if layout is not None:
+            about.add_text(LAYOUT_KEY, json.dumps(json.loads(picture.info[LAYOUT_KEY]) | layout))
+        picture.save(path, pnginfo=about)
+    with refused(str(path), "grid"):
+        read_cells(path)

@@ -34,7 +34,6 @@ from torchditan.ablation.grid import load_grid
 from torchditan.ablation.ledger import write_ledger
 from torchditan.autoencoders import open_autoencoder
 from torchditan.checkpoint.files import read_manifest, write_manifest
-from torchditan.commands.samples_over_steps import read_grids
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict, to_toml
 from torchditan.config.options import Autoencoder, Dataset, LoRA, Model, Quantize
@@ -48,9 +47,8 @@ from torchditan.evaluation.grid_picture import save_grid
 from torchditan.evaluation.sample_batches import has_images, image_shape, read_images, read_statistics, write_reference
 from torchditan.finetune.lora import load_assistant
 from torchditan.finetune.published import build_published_spec
-from torchditan.report.compare_page import write_comparison
 from torchditan.report.grid_page import analyse, write_report
-from torchditan.report.run_page import write_run_page
+from torchditan.report.run_page import write_comparison, write_run_page
 from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.exported import export_weights
 from torchditan.weights.formats import Given
@@ -162,10 +160,6 @@ def _report_run() -> None:
     write_run_page([Path("run")], None)
 
 
-def _join_samples() -> None:
-    read_grids(Path("run"))
-
-
 def _make_two_runs(folder: Path) -> None:
     for name in ("one", "two"):
         shutil.copytree(tiny_run(), folder / name, ignore=shutil.ignore_patterns("checkpoint", "tensorboard"))
@@ -193,7 +187,7 @@ def _undrawn(call: Callable[[], object]) -> Callable[[], object]:
     """The same without rendering figures, which takes seconds."""
 
     def save(self: object, file: Any, *, format: str, **options: Any) -> None:
-        file.write("<svg></svg>" if format == "svg" else b"")
+        file.write(b"<svg></svg>" if format == "svg" else b"")
 
     def undrawn() -> None:
         with patch("matplotlib.figure.Figure.savefig", save):
@@ -541,7 +535,6 @@ KINDS = {
         Kind("run_to_share", _copy_run, _share_run, _RUN_FILES),
         Kind("run_report", _copy_run, _undrawn(_report_run), _RUN_FILES, memory=PICTURE_MEMORY),
         Kind("run_report_drawn", _copy_run, _report_run, _RUN_FILES, memory=PICTURE_MEMORY),
-        Kind("samples_over_steps", _copy_run, _join_samples, ("run/samples/*",), memory=PICTURE_MEMORY),
         Kind("compared_runs", _make_two_runs, _undrawn(_compare_runs), ("one/*.json*", "one/samples/*")),
         Kind("folder_of_runs", _make_run_folder, _undrawn(_analyse_runs), ("runs/*/*.json*",)),
         Kind("ledger", _make_ledger, _undrawn(_open_ledger)),

@@ -812,7 +812,7 @@ def test_a_picture_takes_no_more_memory_than_its_file(data: Callable[[], bytes])
     path = Path("pictures/a.png")
     with memory_limit(1 << 30):
         if data is png_with_pixels_of_two_gigabytes:
-            assert data_uri(path) is not None
+            assert data_uri(path, most_bytes=1 << 20) is not None
             assert load_sample(path, sample_shape=(3, 8, 8), where="a.png").shape == (3, 8, 8)
         else:
             with pytest.raises(CorruptImageError, match="limit"):
@@ -866,9 +866,9 @@ def test_a_grid_with_other_types_is_one_line(line: str, about: str) -> None:
     refuse(lambda: load_grid("./grid.toml"), about)
 
 
-def test_a_card_adds_no_markup_and_no_escapes_to_its_page() -> None:
+def test_a_card_adds_no_markup_and_no_escapes() -> None:
     hostile = "\x1b[2J <img src=x onerror=ran()> [a](javascript:ran())"
-    text = markdown(cards.card(run=hostile, training_hardware=hostile))
+    text = markdown(cards.card(run=hostile, precision=hostile, training_hardware=hostile))
     shown = re.sub(r"\n\n    torchditan .*", "", text)  # a block of code
     assert "onerror" in shown and "<img" not in shown and "](javascript" not in shown and "\x1b" not in text
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ledger_rows import DEVICE, Row, row
 from PIL import Image
-from refusals import assert_refused
+from refusals import assert_refused, refused
 
 from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE
 from torchditan.ablation.ledger import write_ledger
@@ -28,14 +29,13 @@ from torchditan.report.effects import (
     SAME_BATCH,
     THROUGHPUT,
     Effect,
-    Metric,
     fastest,
     frontier,
     repayment,
     scaling,
 )
-from torchditan.report.grid_page import Analysis, analyse, grid_page
-from torchditan.report.labels import MINUS, percent
+from torchditan.report.grid_page import Analysis, analyse, grid_page, write_report
+from torchditan.report.labels import MINUS
 from torchditan.report.losses import final_losses, loss_curves
 from torchditan.report.page import Section, Table, Warned, html_of
 from torchditan.report.plots import loss_figure
@@ -105,24 +105,19 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
     return analyse([write_grid(tmp_path_factory.mktemp("a") / "known", two_settings())])
 
 
-@pytest.mark.parametrize(
-    ("axis", "start", "end", "metric", "change"),
-    [
-        (COMPILE, "false", "true", THROUGHPUT, 50),
-        (COMPILE, "false", "true", MFU, 50),
-        (COMPILE, "false", "true", MEMORY, -20),
-        (CHECKPOINTING, "none", "selective", THROUGHPUT, -10),
-        (CHECKPOINTING, "none", "selective", MEMORY, -40),
-    ],
-)
-def test_effects_are_what_was_put_in(
-    known: Analysis, axis: str, start: str, end: str, metric: Metric, change: float
-) -> None:
-    found = effect(known.effects.same_batch, axis, start, end).change(metric)
-    assert found.num_pairs == 6
-    better = (change > 0) == metric.higher_is_better
-    assert found.num_better == (6 if better else 0)
-    assert found[1:6] == pytest.approx([change] * 5)
+def test_effects_are_what_was_put_in(known: Analysis) -> None:
+    for key, metric, change in (
+        ((COMPILE, "false", "true"), THROUGHPUT, 50),
+        ((COMPILE, "false", "true"), MFU, 50),
+        ((COMPILE, "false", "true"), MEMORY, -20),
+        ((CHECKPOINTING, "none", "selective"), THROUGHPUT, -10),
+        ((CHECKPOINTING, "none", "selective"), MEMORY, -40),
+    ):
+        found = effect(known.effects.same_batch, *key).change(metric)
+        better = (change > 0) == metric.higher_is_better
+        assert (found.num_pairs, found.num_better) == (6, 6 if better else 0)
+        assert found[1:6] == pytest.approx([change] * 5)
+    assert known.warnings == []
 
 
 def test_an_effect_is_the_median_of_the_pairs_changes(tmp_path: Path) -> None:
@@ -401,10 +396,6 @@ def test_a_fall_with_the_batch_is_shown(tmp_path: Path) -> None:
     assert len(analysis.results.cells) == 3, "a warning removes nothing"
 
 
-def test_a_sound_grid_has_no_warning(known: Analysis) -> None:
-    assert known.warnings == []
-
-
 def test_a_compiled_loss_that_differs_is_shown(tmp_path: Path) -> None:
     rows = [row(loss_last=1.0), row(compiled=True, loss_last=1.3)]
     found = warning(analyse([write_grid(tmp_path / "grid", rows)]), "must not change the loss")
@@ -458,13 +449,10 @@ def test_a_parquet_ledger_reads_like_the_csv(tmp_path: Path) -> None:
     found = analyse([folder])
     assert [item.changes for item in found.effects.same_batch] == [item.changes for item in expected.effects.same_batch]
     assert found.results.cells.equals(expected.results.cells)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(50, "+50%"), (-4.25, f"{MINUS}4.2%"), (0.01, "0.0%"), (1234.5, "+1,234%")]
-)
-def test_percentages_are_signed_and_short(value: float, text: str) -> None:
-    assert percent(value) == text
+    file = folder / "runs_summary.parquet"
+    file.write_bytes(file.read_bytes()[:-100])
+    with refused(str(file), "complete", "parquet"):
+        analyse([folder])
 
 
 # The report and the command
@@ -484,12 +472,17 @@ def everything() -> list[Row]:
     return rows + [row(batch=8, parallel=mesh, throughput=700 + int(mesh[0])) for mesh in ("1,2", "2,1")]
 
 
-def test_the_report_answers_lists_and_names(tmp_path: Path, run_script: RunScript) -> None:
-    folder = write_grid(tmp_path / "grid", everything())
-    code, out, err = run_script(SCRIPT, folder)
-    report = folder / "analysis" / "report.html"
-    assert (code, out, err) == (0, f"report: {report}\n", "")
-    page = report.read_text()
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """The files of two reports of one grid."""
+    folder = write_grid(tmp_path_factory.mktemp("everything") / "grid", everything())
+    for name in ("one", "two"):
+        write_report(analyse([folder]), folder / name)
+    return [{path.name: path.read_bytes() for path in (folder / name).iterdir()} for name in ("one", "two")]
+
+
+def test_the_report_answers_lists_and_names(reports: list[dict[str, bytes]]) -> None:
+    page = reports[0]["report.html"].decode()
     body = page[page.index("<body>") :]
     assert body.index("torch.compile: off → on: +50% images/s") < body.index("What each setting changes")
     for words in (DEVICE, "2.13.0", "3976addf00d", "node07", "CUDA out of memory on rank 3", "no step for 600 s"):
@@ -499,33 +492,25 @@ def test_the_report_answers_lists_and_names(tmp_path: Path, run_script: RunScrip
     assert "&lt;b&gt;no&lt;/b&gt;" in body and "<script" not in body and "<b>no" not in body
 
 
-def test_the_plots_are_in_the_page_and_next_to_it_as_png_and_svg(tmp_path: Path, run_script: RunScript) -> None:
-    folder = write_grid(tmp_path / "grid", everything())
-    assert run_script(SCRIPT, folder, "--out", tmp_path / "out")[0] == 0
+def test_the_plots_are_in_the_page_and_next_to_it_as_png_and_svg(reports: list[dict[str, bytes]]) -> None:
+    files = reports[0]
     plots = ("effects", "effects_best_batch", "throughput", "memory", "frontier", "scaling")
     drawn = {f"{name}.{end}" for name in plots for end in ("svg", "png")}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "effects.csv", "pairs.csv"} | drawn
-    page = (tmp_path / "out" / "report.html").read_text()
+    assert files.keys() == {"report.html", "effects.csv", "pairs.csv"} | drawn
     for name in plots:
-        svg = (tmp_path / "out" / f"{name}.svg").read_text()
-        assert svg[svg.index("<svg") :] in page
-        with Image.open(tmp_path / "out" / f"{name}.png") as picture:
-            picture.load()
-    assert page.count("<svg") == len(plots)
-    assert "activation checkpointing: none → selective" in (tmp_path / "out" / "effects.svg").read_text()
+        svg = files[f"{name}.svg"]
+        assert svg[svg.index(b"<svg") :] in files["report.html"]
+        Image.open(io.BytesIO(files[f"{name}.png"])).verify()
+    assert files["report.html"].count(b"<svg") == len(plots)
+    assert "activation checkpointing: none → selective" in files["effects.svg"].decode()
 
 
-def test_the_report_loads_nothing_and_is_reproducible(tmp_path: Path, run_script: RunScript) -> None:
-    folder = write_grid(tmp_path / "grid", everything())
-    contents = []
-    for name in ("one", "two"):
-        assert run_script(SCRIPT, folder, "--out", tmp_path / name)[0] == 0
-        contents.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    assert contents[0] == contents[1]
-    page = contents[0]["report.html"].decode()
+def test_the_report_loads_nothing_and_is_reproducible(reports: list[dict[str, bytes]]) -> None:
+    assert reports[0] == reports[1]
+    page = reports[0]["report.html"].decode()
     assert not re.search(r"""<(?:script|link|img|image|iframe|object)\b[^>]*(?:src|href)=|@import|url\((?!#)""", page)
     links = set(re.findall(r"""<a href="([^"#][^"]*)""", page))
-    assert links == contents[0].keys() - {"report.html"}, "the files next to it"
+    assert links == reports[0].keys() - {"report.html"}, "the files next to it"
 
 
 def test_labels_in_plots_are_never_formulas_or_markup(tmp_path: Path) -> None:
@@ -554,14 +539,11 @@ def test_effects_csv_holds_the_effects(tmp_path: Path, run_script: RunScript) ->
 @pytest.mark.parametrize(
     "rows",
     [
-        [row()],
-        [row(mfu_mean=None, mfu_std=None), row(compiled=True, mfu_mean=None)],
-        [row(batch=batch) for batch in (1, 2, 4)],
-        [unmeasured("oom", "out", batch=batch) for batch in (1, 2)],
-        [unmeasured("error", "it died before it said anything", device="", torch_version="", num_devices=None)],
         [row(batch=16, parallel="2,4", peak_memory_gib=None, loss_last=None)],
+        [row(mfu_mean=None, mfu_std=None), row(compiled=True, mfu_mean=None)],
+        [unmeasured("error", "it died before it said anything", device="", torch_version="", num_devices=None)],
     ],
-    ids=["one run", "no MFU", "one axis", "nothing fits", "nothing started", "no memory"],
+    ids=["one run without memory", "no MFU", "nothing started"],
 )
 def test_a_report_can_be_made_of_little(tmp_path: Path, run_script: RunScript, rows: list[Row]) -> None:
     folder = write_grid(tmp_path / "grid", rows)
@@ -573,23 +555,11 @@ def test_a_report_can_be_made_of_little(tmp_path: Path, run_script: RunScript, r
     assert all("<svg" in section or "<td" in section for section in sections), "no section without content"
 
 
-def cut(text: str) -> str:
-    """Half of the file."""
-    return text[: len(text) // 2]
-
-
-def drop_field(text: str) -> str:
-    return text.rsplit(",", 1)[0] + "\n"
-
-
 @pytest.mark.parametrize(
     ("change", "about", "mentions"),
     [
-        (drop_field, "{csv}", ["cut short", "row 3", "38 of 39 columns"]),
-        (lambda text: text[:-4], "{csv}", ["cut short", "last row"]),
-        (lambda text: "", "{csv}", ["empty"]),
+        (lambda text: text.rsplit(",", 1)[0] + "\n", "{csv}", ["cut short", "row 3", "38 of 39 columns"]),
         (lambda text: text.splitlines()[0] + "\n", "{csv}", ["no run"]),
-        (lambda text: text[:60], "{csv}", ["cut short", "model.flavor"]),
         (lambda text: "a,b\n1,2\n", "{csv}", ["ledger", "schema_version"]),
         (lambda text: text.replace("\n1,", "\n2,"), "{csv}", ["version 2", "version 1"]),
         (lambda text: text.replace("completed", "finished"), '{csv}: status = "finished"', ["completed"]),
@@ -626,34 +596,26 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScr
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (tmp_path / "file").write_text("")
-    cases = {
+    for folder, mentions in {
         tmp_path / "gone": ["exist", "grid folder"],
         tmp_path / "file": ["a file", "grid folder"],
         foreign: ["grid folder", "grid.json"],
-    }
-    for folder, mentions in cases.items():
+    }.items():
         code, out, err = run_script(SCRIPT, folder)
         assert (code, out) == (2, "")
         assert_refused(err, str(folder), mentions)
     for content, file, mentions in (
         ("{", "grid.json", ["parse"]),
-        ("[]", "grid.json", ["schema_version"]),
         ('{"schema_version": 7}', "grid.json", ["version 7", "version 1"]),
-        ('{"schema_version": 1, "settings": 7}', "grid.json", ["settings", "type"]),
         ('{"schema_version": 1, "axes": {"training.seed": 0}}', "grid.json", ["axes", "type"]),
-        ('{"schema_version": 1, "axes": {"training.seed": []}}', "grid.json", ["axes", "type"]),
         ('{"schema_version": 1}', "", ["runs_summary.csv"]),
     ):
         (foreign / "grid.json").write_text(content)
-        code, out, err = run_script(SCRIPT, foreign)
-        assert (code, out) == (2, "")
-        assert_refused(err, str(foreign / file), mentions)
-    for name in ("runs_summary.csv", "grid.json"):  # grid.json now has schema_version 1
-        (foreign / name).unlink(missing_ok=True)
-        (foreign / name).mkdir()
-        code, out, err = run_script(SCRIPT, foreign)
-        assert (code, out) == (2, "")
-        assert_refused(err, str(foreign / name), ["cannot be read", "directory"])
+        with refused(str(foreign / file), *mentions):
+            analyse([foreign])
+    (foreign / "runs_summary.csv").mkdir()
+    with refused(str(foreign / "runs_summary.csv"), "cannot be read", "directory"):
+        analyse([foreign])
 
 
 def write_run(folder: Path, *flags: str, state: str = "completed", **content: Any) -> None:
@@ -698,21 +660,10 @@ def test_a_folder_of_runs_that_no_grid_made_is_analysed(tmp_path: Path, run_scri
     assert "training.global_batch_size" in analyse([folder]).results.varied
 
 
-def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, run_script: RunScript) -> None:
-    folder = write_grid(tmp_path / "grid", [row()])
-    (folder / "runs_summary.csv").unlink()
-    file = folder / "runs_summary.parquet"
-    file.write_bytes(file.read_bytes()[:-100])
-    code, out, err = run_script(SCRIPT, folder)
-    assert (code, out) == (2, "")
-    assert_refused(err, str(file), ["complete", "parquet"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [
         ([], "", ["required", "grid"]),
-        (["{grid}", "--outt=x"], "--outt", ["option", "--out?"]),
         (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json"', ["writable folder"]),
     ],
 )

@@ -41,8 +41,5 @@ COMMANDS = {
         ("refit_time",),
     ),
     "export_lora": Command("torchditan.commands.export_lora", "a LoRA as one file, for diffusers or kohya"),
-    "timeline": Command(
-        "torchditan.commands.samples_over_steps", "a run's samples over its steps, as a strip and a GIF"
-    ),
     "download": Command("torchditan.commands.download_assets", "the files of published models that a job needs"),
 }

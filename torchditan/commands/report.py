@@ -1,9 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Write a page about runs or ablation grids. It works offline.
 
-Of run directories: losses, speed, memory, samples over time with a slider, settings and what differs, in report.html.
+Of run directories: losses, speed, memory, samples over time with a slider, a strip and a GIF, settings, and for several
+runs the ratio of their training times, loss over time and what differs, in report.html.
 Of ablation grids, or folders of runs: verdicts, effects, plots and warnings, in analysis/report.html.
-With --compare: runs of one job on different hardware, by time, loss, PSNR, SSIM and samples, in compare.html.
+With --compare: the page of several runs, or of the runs of a grid, as compare/compare.html.
 The last two also write their plots as PNG and SVG files, and their numbers as CSV.
 
 torchditan report outputs/quickstart
@@ -32,7 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "folders", type=Path, nargs="*", metavar="folder", help="run directories; or grids, or folders of runs"
     )
     parser.add_argument(
-        "--compare", type=Path, nargs="+", metavar="run", help="run directories, or grids, to compare run by run"
+        "--compare", type=Path, nargs="+", metavar="run", help="run directories, or grids, whose runs are compared"
     )
     parser.add_argument("--labels", nargs="+", metavar="name", help="names of the runs (default: their folders')")
     parser.add_argument("--metrics", nargs="+", metavar="name", help="figures of quality to judge (default: all)")
@@ -75,18 +76,17 @@ def main() -> None:
     from torchditan.config.optional_libraries import import_optional
 
     args = parse(sys.argv[1:])
-    if args.compare:
-        from torchditan.report.compare_page import write_comparison
-
-        first = args.compare[0]
-        out = args.out or (first if (first / "grid.json").exists() else first.absolute().parent) / "compare"
-        report = write_comparison(args.compare, out, args.labels)
-    elif args.runs:
+    if args.compare or args.runs:
         for library in ("jinja2", "matplotlib"):
             import_optional(library, extra="analysis")
-        from torchditan.report.run_page import write_run_page
+        from torchditan.report.run_page import write_comparison, write_run_page
 
-        report = write_run_page(args.runs, args.out, args.labels)
+        if args.compare:
+            first = args.compare[0]
+            out = args.out or (first if (first / "grid.json").exists() else first.absolute().parent) / "compare"
+            report = write_comparison(args.compare, out, args.labels)
+        else:
+            report = write_run_page(args.runs, args.out, args.labels)
     else:
         from torchditan.report.grid_page import analyse, write_report
         from torchditan.report.verdict_tables import verdict_text

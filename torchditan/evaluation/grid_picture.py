@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
@@ -40,8 +40,8 @@ _INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 LAYOUT_KEY = "torchditan_layout"
 _LONGEST_TEXT = 200
 """Characters of a label or the title. The width of the picture follows from them."""
-_DAMAGE = (OSError, SyntaxError, TypeError, ValueError, RecursionError, Image.DecompressionBombError)
-"""What Pillow, JSON and `_check_layout` raise for a damaged grid."""
+_DAMAGE = (KeyError, OSError, SyntaxError, TypeError, ValueError, RecursionError, Image.DecompressionBombError)
+"""What Pillow, JSON and `_check_layout` raise for a damaged grid, and what a picture without a layout raises."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,19 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
     _save(folder / "over_steps.png", picture, format="PNG")
 
 
-def read_cells(path: Path) -> tuple[Tensor, list[str]] | None:
+def read_cells(path: Path) -> tuple[Tensor, list[str]]:
     """The generated images of a grid in their drawn, enlarged form, and their labels.
 
     Returns:
-        (rows, k, H, W, 3) uint8 and a label per row; None if the file does not store its layout.
+        (rows, k, H, W, 3) uint8 and a label per row.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged, or not a grid.
     """
     try:
         with Image.open(io.BytesIO(path.read_bytes())) as picture:
-            stored = picture.info.get(LAYOUT_KEY)
-            if stored is None:
-                return None
+            layout = GridLayout(**json.loads(picture.info[LAYOUT_KEY]))
             pixels = torch.from_numpy(np.array(picture.convert("RGB")))  # (H, W, 3)
-        layout = GridLayout(**json.loads(stored))
         _check_layout(layout, height=pixels.shape[0], width=pixels.shape[1])
     except _DAMAGE as error:
         raise ConfigError(f"{path} is not a readable grid ({error}); delete it") from None
@@ -169,41 +166,43 @@ def _check_layout(layout: GridLayout, *, height: int, width: int) -> None:
         raise ValueError("its layout does not fit the picture")
 
 
-def save_strip(path: Path, columns: dict[int, Tensor], labels: list[str], *, title: str) -> None:
-    """Write a picture with a column for each step.
+def strip(columns: dict[int, Tensor], labels: list[str], *, title: str) -> bytes:
+    """A PNG with a column for each step.
 
     Args:
-        path: PNG to write.
         columns: step -> (rows, H, W, 3) uint8.
         labels: of the rows.
         title: of the picture.
     """
     blocks = [(f"step {step}", column[:, None]) for step, column in columns.items()]
-    picture, _ = draw(blocks, labels, title, 1, gap=_CELL_GAP)
-    _write_labels(path, labels)
-    _save(path, picture, format="PNG")
+    return _encoded(draw(blocks, labels, title, 1, gap=_CELL_GAP)[0], format="PNG")
 
 
-def save_animation(path: Path, frames: dict[int, Tensor], labels: list[str], *, title: str, seconds: float) -> None:
-    """Write an animated GIF with a frame for each step; the last frame is shown four times as long.
+def animation(frames: dict[int, Tensor], labels: list[str], *, title: str, most_bytes: int) -> bytes:
+    """An animated GIF with a frame for each step; the last frame is shown four times as long.
 
     Args:
-        path: GIF to write.
         frames: step -> (rows, k, H, W, 3) uint8.
         labels: of the rows.
         title: of the picture.
-        seconds: how long each frame is shown.
+        most_bytes: about the largest size of the file. Frames become smaller to fit; no side exceeds 480 pixels.
     """
     digits = len(str(max(frames)))
     drawn = [draw([(f"step {step:{digits}d}", cells)], labels, title, 1)[0] for step, cells in frames.items()]
-    size = (max(picture.width for picture in drawn), max(picture.height for picture in drawn))
-    pictures = [Image.new("RGB", size, _PAPER) for _ in drawn]
-    for picture, frame in zip(pictures, drawn, strict=True):
-        picture.paste(frame, (0, 0))
-    _write_labels(path, labels)
-    durations = [round(1000 * seconds)] * (len(pictures) - 1) + [round(4000 * seconds)]
-    frames_after: dict[str, Any] = {"save_all": True, "append_images": pictures[1:], "duration": durations}
-    _save(path, pictures[0], format="GIF", loop=0, disposal=1, **frames_after)
+    width, height = (max(sides) for sides in zip(*(picture.size for picture in drawn), strict=True))
+    pictures = [ImageOps.pad(picture, (width, height), color=_PAPER, centering=(0, 0)) for picture in drawn]
+    data = _animated(pictures, min(1.0, 480 / max(width, height)))
+    if len(data) > most_bytes:
+        data = _animated(pictures, min(1.0, 480 / max(width, height)) * 0.9 * math.sqrt(most_bytes / len(data)))
+    return data
+
+
+def _animated(pictures: list[Image.Image], scale: float) -> bytes:
+    size = [max(1, round(side * scale)) for side in pictures[0].size]
+    smaller = (picture.resize(size) for picture in pictures)
+    first, *others = [picture.quantize(method=Image.Quantize.FASTOCTREE) for picture in smaller]  # 256 colours
+    durations = [500] * len(others) + [2000]
+    return _encoded(first, format="GIF", save_all=True, append_images=others, duration=durations, loop=0, disposal=1)
 
 
 def stills(samples: Tensor, *, most: int = 4) -> Tensor:
@@ -321,6 +320,10 @@ def _height(font: ImageFont.FreeTypeFont) -> int:
 
 def _save(path: Path, picture: Image.Image, **options: Any) -> None:
     """Write a picture atomically."""
-    encoded = io.BytesIO()
-    picture.save(encoded, **options)
-    write_file(path, encoded.getvalue())
+    write_file(path, _encoded(picture, **options))
+
+
+def _encoded(picture: Image.Image, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, **options)
+    return file.getvalue()

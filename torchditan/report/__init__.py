@@ -1,6 +1,6 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Reports as one page with plots: runs (run_page.py), ablation grids (grid_page.py) and one job on different hardware
-(compare_page.py); evaluations at several sampling options as a table with a plot (sampling_table.py).
+"""Reports as one page with plots: runs (run_page.py) and ablation grids (grid_page.py); evaluations at several sampling
+options as a table with a plot (sampling_table.py).
 
 May import: ablation, config, evaluation, finetune, run.
 """

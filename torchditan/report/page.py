@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -62,22 +62,23 @@ class Table:
 
 @dataclass(frozen=True)
 class Look:
-    """How the line of one name is drawn. `dashes` are in pixels, empty for a solid line."""
+    """How the line of one name is drawn. `dashes` are in pixels, empty for a solid line; `width` is in points."""
 
     name: str
     color: str
     dashes: str = ""
+    width: float = 1.5
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn figure. If it has a PNG, it is also written as `name`.svg and `name`.png."""
+    """A drawn figure. A report that is a folder also has it as the files that `draw_files` returns, by name."""
 
     kind: ClassVar[str] = "plot"
     name: str
     title: str
     svg: str
-    png: bytes = b""
+    draw_files: Callable[[], Mapping[str, bytes]]
     legend: Sequence[Look] = ()
 
     @property
@@ -193,8 +194,8 @@ def write_page(page: Page, out: Path, name: str) -> Path:
     contents = {out / file: content for file, content in page.files.items()}
     for section in page.shown:
         for block in section.blocks:
-            if isinstance(block, Plot) and block.png:
-                contents |= {out / f"{block.name}.svg": as_utf8(block.svg), out / f"{block.name}.png": block.png}
+            for plot in block.plots if isinstance(block, Plots) else [block] if isinstance(block, Plot) else []:
+                contents |= {out / file: content for file, content in plot.draw_files().items()}
     contents[out / name] = as_utf8(html_of(page))
     try:
         for path, content in contents.items():
@@ -204,28 +205,36 @@ def write_page(page: Page, out: Path, name: str) -> Path:
     return out / name
 
 
-def data_uri(path: Path, *, most_bytes: int | None = None) -> str | None:
-    """A picture as a data URI; None if the file is not a complete image.
+def data_uri(path: Path, *, most_bytes: int) -> str | None:
+    """The picture in a file as a data URI, as `picture_uri` makes it; None if it cannot be read."""
+    try:
+        return picture_uri(path.read_bytes(), most_bytes=most_bytes)
+    except OSError:
+        return None
 
-    Large pictures are scaled down. With `most_bytes`, those that have more bytes become JPEG, smaller until they fit.
+
+def picture_uri(data: bytes, *, most_bytes: int) -> str | None:
+    """A picture as a data URI; None if it is not a complete image.
+
+    One that has more than `most_bytes` becomes JPEG, smaller until it fits.
     """
     from PIL import Image
 
     try:
-        data = path.read_bytes()
         with Image.open(io.BytesIO(data)) as picture:  # of a file, Pillow reserves as many bytes as a damaged one names
             picture.load()
             kind = (picture.format or "").lower()
-            if most_bytes is None and max(picture.size) > _SIDES[0]:
-                picture.thumbnail((_SIDES[0], _SIDES[0]))
-                data, kind = _encoded(picture, "png"), "png"
             for side in _SIDES:
-                if most_bytes is None or len(data) <= most_bytes:
+                if len(data) <= most_bytes:
                     break
                 picture.thumbnail((side, side))
                 data, kind = _encoded(picture.convert("RGB"), "jpeg"), "jpeg"
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # errors of Pillow
         return None
+    return uri_of(data, kind)
+
+
+def uri_of(data: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 

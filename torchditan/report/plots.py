@@ -16,7 +16,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from torchditan.ablation.grid import (
@@ -94,15 +94,28 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @styled
-def draw(figure: Any, name: str, title: str, *, has_files: bool = True) -> Plot:
-    """Encode a figure, as PNG too if the report has files. Equal figures give equal bytes."""
-    svg, png = io.StringIO(), io.BytesIO()
+def draw(figure: Any, name: str, title: str, looks: Sequence[Look] = ()) -> Plot:
+    """Encode a figure for a page. Its files get a legend of `looks`, which the page shows once for several plots."""
+    svg = _encoded(figure, "svg")
+    return Plot(name, title, svg.decode(), partial(_files, figure, name, svg, looks))
+
+
+@styled
+def _files(figure: Any, name: str, svg: bytes, looks: Sequence[Look]) -> dict[str, bytes]:
+    if len(looks) > 1:
+        add_legend(figure, [legend_entry(look.name, color=look.color, linestyle=_dashes(look)) for look in looks])
+        svg = _encoded(figure, "svg")
+    return {f"{name}.svg": svg, f"{name}.png": _encoded(figure, "png")}
+
+
+def _encoded(figure: Any, kind: str) -> bytes:
+    """Equal figures give equal bytes."""
+    nameless = ("Software",) if kind == "png" else ("Creator", "Date", "Format", "Type")
+    file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # of a label in another script
-        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        if has_files:
-            figure.savefig(png, format="png", metadata={"Software": None})
-    return Plot(name, title, svg.getvalue(), png.getvalue())
+        figure.savefig(file, format=kind, metadata=dict.fromkeys(nameless))
+    return file.getvalue()
 
 
 def new_figure(
@@ -393,11 +406,11 @@ def loss_figure(curves: Sequence[LossCurve]) -> Any | None:
     return figure
 
 
-# Compared runs
+# Runs
 
 
 class Panel(NamedTuple):
-    """Curves of runs, in the order of the runs. `mark` is where the runs are compared.
+    """Curves of runs, in the order of the runs.
 
     `faint` are the single values behind smoothed curves. An axis `is_log` if its values have a wide range.
     """
@@ -406,34 +419,8 @@ class Panel(NamedTuple):
     x: str
     y: str
     curves: Sequence[Points]
-    mark: float | None = None
     faint: Sequence[Points] = ()
     is_log: bool = False
-
-
-@styled
-def curves_figure(labels: Sequence[str], panels: Sequence[Panel]) -> Any | None:
-    """Panels side by side with a line per run. Equal curves cover each other, so the first line is the widest."""
-    if not any(points for panel in panels for points in panel.curves):
-        return None
-    figure, axes = new_figure(len(panels), height=3.9, width=min(PAGE_WIDTH, 1 + 5 * len(panels)))
-    for axis, panel in zip(axes, panels, strict=True):
-        for index, points in enumerate(panel.curves):
-            look = look_of(index)
-            look["marker"] = look["marker"] if len(points) < 30 else None
-            width = 1.6 + 1.5 * min(len(labels) - 1 - index, 3)
-            axis.plot([x for x, _ in points], [y for _, y in points], linewidth=width, markersize=5, **look)
-        ends = [points[-1] for points in panel.curves if points]
-        scale_axis(axis.yaxis, [y for points in panel.curves for _, y in points] if "loss" in panel.y else [])
-        if panel.x != "step" and ends and max(x for x, _ in ends) > 10 * min(x for x, _ in ends) > 0:
-            scale_axis(axis.xaxis, [x for points in panel.curves for x, _ in points if x > 0])
-        if panel.mark:
-            axis.axvline(panel.mark, color=GREY, linewidth=1, linestyle=DOTTED)
-        axis.set_title(panel.title)
-        axis.set_xlabel(panel.x)
-        axis.set_ylabel(panel.y)
-    add_legend(figure, [legend_entry(label, **look_of(index)) for index, label in enumerate(labels)])
-    return figure
 
 
 @styled
@@ -442,25 +429,34 @@ def small_figure(panel: Panel, looks: Sequence[Look]) -> Any:
     figure, (axis,) = new_figure(1, height=3.0, width=_SMALL_WIDTH)
     faint = panel.faint or [()] * len(panel.curves)
     for points, raw, look in zip(panel.curves, faint, looks, strict=True):
-        dashes = (0, tuple(float(length) / 2 for length in look.dashes.split())) if look.dashes else "-"
-        drawn = {"color": look.color, "linestyle": dashes}
         if raw:
             axis.plot(*zip(*thinned(raw), strict=True), linewidth=0.8, alpha=0.3, color=look.color)
         if points:
-            is_short = len(points) < _MOST_MARKED
-            axis.plot(*zip(*thinned(points), strict=True), marker="o" if is_short else "", markersize=3.5, **drawn)
+            marker = "o" if len(points) < _MOST_MARKED else ""
+            drawn = {"color": look.color, "linestyle": _dashes(look), "marker": marker, "markersize": 3.5}
+            axis.plot(*zip(*thinned(points), strict=True), linewidth=look.width, **drawn)
     values = [y for points in (*panel.curves, *faint) for _, y in points]
     if panel.is_log:
         scale_axis(axis.yaxis, values)
     elif values:
         axis.set_ylim(0, 1.08 * max(values) or 1.0)
+    ends = [points[-1][0] for points in panel.curves if points]
+    if panel.x != "step" and max(ends) > 10 * min(ends) > 0:  # times of devices that are far apart
+        scale_axis(axis.xaxis, [x for points in panel.curves for x, _ in points if x > 0])
     axis.set_xlabel(panel.x)
     axis.set_ylabel(panel.y)
     return figure
 
 
+def _dashes(look: Look) -> Any:
+    return (0, tuple(float(length) / 2 for length in look.dashes.split())) if look.dashes else "-"
+
+
 def looks_of(names: Sequence[str], *, is_ordered: bool = False) -> list[Look]:
-    """A colour for each name, and dashes where colours repeat. Ordered names get shades from dark to light."""
+    """A colour for each name, and dashes where colours repeat. Ordered names get shades from dark to light.
+
+    Equal curves cover each other, so the first of the others are wider.
+    """
     if is_ordered:
         to_hex = import_optional("matplotlib.colors", extra="analysis").to_hex
         shades = import_optional("matplotlib", extra="analysis").colormaps["viridis"]
@@ -468,8 +464,8 @@ def looks_of(names: Sequence[str], *, is_ordered: bool = False) -> list[Look]:
         return [Look(name, to_hex(shades(0.88 * index / last))) for index, name in enumerate(names)]
     cycles = [divmod(index, len(PALETTE)) for index in range(len(names))]
     return [
-        Look(name, PALETTE[number], _LEGEND_DASHES[cycle % len(_LEGEND_DASHES)])
-        for name, (cycle, number) in zip(names, cycles, strict=True)
+        Look(name, PALETTE[number], _LEGEND_DASHES[cycle % len(_LEGEND_DASHES)], width=1.5 + min(len(names) - 1 - i, 3))
+        for i, (name, (cycle, number)) in enumerate(zip(names, cycles, strict=True))
     ]
 
 

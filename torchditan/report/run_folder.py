@@ -18,7 +18,7 @@ from torchditan.ablation.ledger import SCHEMA_VERSION, Row, measure
 from torchditan.ablation.maker import provenance_of
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config, options
-from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
+from torchditan.config.trajectory import flatten_tree
 from torchditan.run.reading import read_config, read_metrics, read_status
 
 _REPLICATE, _SHARD = "training.data_parallel_replicate_degree", "training.data_parallel_shard_degree"
@@ -85,7 +85,7 @@ def _check(run: Path, content: dict[str, Any]) -> None:
 def _settings(content: dict[str, Any]) -> dict[str, Any]:
     """Value of every option that can be an axis, and of the axes that stand for several options."""
     defaults = {name: option.default for name, option in options().items()}
-    values = {**defaults, **VALUES_BEFORE, **flatten_tree(content["config"])}
+    values = {**defaults, **flatten_tree(content["config"])}
     shard = values[_SHARD]
     if shard < 1:
         degrees = values[_REPLICATE] * values["training.context_parallel_degree"]

@@ -1,16 +1,20 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The page of one run, or of several side by side: losses, speed, memory, samples over time, evaluation, settings.
+"""The page of one run, or of several: losses, scores, speed, memory, samples over time, evaluation, settings.
 
 Notable:
 - The page is one file. Its plots and pictures are inside it, so it can be sent to others.
+- Of several runs it also has the ratio of their training times, curves over time, and what differs between them.
 - A run that was interrupted, has no samples or has damaged files gives a page that says so.
 - The pictures share a budget of bytes: large ones become smaller, and of many steps some are shown.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,14 @@ from torchditan.config.loader import options
 from torchditan.evaluation.card import Card, CardFigure, cards_of_run
 from torchditan.evaluation.card_tables import interval_text, ordered_names, value_text
 from torchditan.report import plots
-from torchditan.report.compare import Run, Setting, differing_settings, read_runs
-from torchditan.report.compare_page import KINDS, state_name, state_text, steps_text
 from torchditan.report.labels import UNKNOWN, as_utf8, commit_name, count, duration, listed, number, setting_value
 from torchditan.report.page import (
     Block,
     Frames,
     Look,
     Page,
+    Picture,
+    Pictures,
     Plot,
     Plots,
     Section,
@@ -37,14 +41,20 @@ from torchditan.report.page import (
     data_uri,
     html_of,
     num_bytes,
+    picture_uri,
+    uri_of,
+    write_page,
 )
 from torchditan.report.plots import Panel, Points
+from torchditan.report.runs import Run, differing_settings, read_runs, runs_in
+from torchditan.report.several_runs import Comparison, ratio_text
 from torchditan.run.atomic_files import write_file
 
 PAGE_NAME = "report.html"
 _MOST_RUNS = 32  # the colours and dashes of the plots distinguish no more
 _MOST_PICTURES = 40
-_PICTURE_BYTES = 6_000_000  # of all pictures; as base64 they take 8 MB
+_GRID_BYTES, _STRIP_BYTES, _ANIMATION_BYTES = 4_000_000, 1_000_000, 1_000_000  # of all; as base64 they take 8 MB
+_MOST_COLUMNS = 8
 _MOST_OPTIONS = 1000
 _LONGEST_VALUE = 300
 _MOST_PROFILES = 5
@@ -66,11 +76,7 @@ def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[s
     Raises:
         ConfigError: a folder is not a run or is named twice, there are too many, or `out` cannot be written.
     """
-    if len(folders) > _MOST_RUNS:
-        raise ConfigError(
-            f"{len(folders)} runs are too many for one page; name at most {_MOST_RUNS}, or the folder that holds them"
-        )
-    content = as_utf8(html_of(run_page(read_runs(folders, labels, option="run"))))
+    content = as_utf8(html_of(run_page(_read_runs(folders, labels, option="run"))))
     first = folders[0]
     path = out or (first if len(folders) == 1 else first.absolute().parent)
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
@@ -82,26 +88,59 @@ def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[s
     return path
 
 
+def write_comparison(folders: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
+    """Write the page of runs as compare.html to the folder `out`, with its plots and compare.csv next to it.
+
+    Args:
+        folders: run directories, or grids, whose runs are compared.
+        out: the folder.
+        labels: a name for each run. None: the folder names.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: as `write_run_page`, or there are fewer than two runs.
+    """
+    folders = [run for folder in folders for run in runs_in(folder)]
+    if len(folders) < 2:
+        right = "is a single run; must be two or more run directories"
+        raise option_error("--compare", " ".join(map(str, folders)), right)
+    runs = _read_runs(folders, labels, option="--compare")
+    page = replace(run_page(runs), files={"compare.csv": Comparison(runs).csv()})
+    return write_page(page, out, "compare.html")
+
+
+def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None, *, option: str) -> list[Run]:
+    if len(folders) > _MOST_RUNS:
+        raise ConfigError(
+            f"{len(folders)} runs are too many for one page; name at most {_MOST_RUNS}, or the folder that holds them"
+        )
+    return read_runs(folders, labels, option=option)
+
+
 def run_page(runs: Sequence[Run]) -> Page:
     sections = (
-        *(_summary, _differences, _loss, _samples, _evaluation, _loss_by_timestep),
+        *(_summary, _differences, _loss, _scores, _samples, _evaluation, _loss_by_timestep),
         *(_optimization, _speed, _configuration),
     )
     names = ", ".join(run.label for run in runs)
+    comparison = Comparison(runs)
+    of_runs = [f"{run.label}: {sentence}" for run in runs for sentence in _warnings(run)]
     return Page(
         title=f"Run {names}" if len(runs) == 1 else f"{count(len(runs), 'run')}: {names}",
         facts=[fact for run in runs for fact in _facts(run, is_alone=len(runs) == 1)],
-        headlines=[],
-        warnings=[Warned(f"{run.label}: {sentence}") for run in runs for sentence in _warnings(run)],
+        headlines=list(comparison.headlines),
+        warnings=[Warned(sentence) for sentence in (*comparison.warnings, *of_runs)],
         sections=[make(runs) for make in sections],
     )
 
 
 def _facts(run: Run, *, is_alone: bool) -> Iterable[str]:
-    start, state = ("", state_name(run).capitalize()) if is_alone else (f"{run.label}: ", state_name(run))
+    start, state = ("", run.state_name.capitalize()) if is_alone else (f"{run.label}: ", run.state_name)
     images = run.last("images_seen")
     parts = [
-        f"{state} at step {steps_text(run)}" if run.steps is not None else state,
+        f"{state} at step {run.steps_text}" if run.steps is not None else state,
         "resumed before" if run.was_resumed else "",
         f"{images:,.0f} images" if images is not None else "",
         duration(run.elapsed_s) if run.elapsed_s is not None else "",
@@ -118,7 +157,7 @@ def _warnings(run: Run) -> Iterable[str]:
     """What a reader has to know about the run before its numbers."""
     if run.state != "completed":
         reason = f": {_shortened(str(run.status['reason']))}" if run.status.get("reason") else ""
-        yield f"the status is {state_text(run)}{reason}."
+        yield f"the status is {run.state_text}{reason}."
     if not run.records:
         imported = "imported" in run.content
         yield "it was imported and did not train." if imported else "metrics.jsonl has no logged step."
@@ -136,13 +175,15 @@ def _warnings(run: Run) -> Iterable[str]:
 
 def _summary(runs: Sequence[Run]) -> Section:
     rows: list[tuple[str, Callable[[Run], str]]] = [
-        ("status", state_text),
+        ("status", lambda run: run.state_text),
         ("reason", lambda run: _shortened(str(run.status.get("reason") or ""))),
-        ("steps", steps_text),
+        ("steps", lambda run: run.steps_text),
         ("images seen", lambda run: _measured(run.last("images_seen"), "{:,.0f}")),
         ("time", lambda run: duration(run.elapsed_s)),
         ("final loss", lambda run: _measured(run.loss, "{:.4g}")),
         ("validation loss", lambda run: _measured(run.validation_loss, "{:.4g}")),
+        *_compared(Comparison(runs)),
+        ("steps/s", lambda run: _measured(run.steps_per_second)),
         ("images/s", lambda run: _measured(run.images_per_second)),
         ("MFU, %", lambda run: _measured(run.last("mfu"))),
         ("peak memory, GiB", lambda run: _measured(run.peak_memory_gib)),
@@ -167,18 +208,36 @@ def _summary(runs: Sequence[Run]) -> Section:
     return Section("Summary", [Table(["", *(run.label for run in runs)], known)])
 
 
+def _compared(comparison: Comparison) -> Iterable[tuple[str, Callable[[Run], str]]]:
+    """Ratios to the slowest run, and values at equal steps. Of one run, only its scores."""
+    keys = {"psnr": ("PSNR", "{:.2f} dB"), "ssim": ("SSIM", "{:.4f}")}
+    if len(comparison.runs) > 1:
+        yield f"time for {comparison.common_step or 0:,} steps", lambda run: duration(comparison.training_time(run))
+        yield "times as fast", lambda run: _ratio(comparison.time_ratio(run))
+        yield "speed-up of images/s", lambda run: _ratio(comparison.speed_up(run))
+        keys = {"loss": ("loss", "{:.4g}"), "validation_loss": ("validation loss", "{:.4g}"), **keys}
+    for key, (name, form) in keys.items():
+        yield (
+            f"{name} at step {comparison.equal_step or 0:,}",
+            lambda run, key=key, form=form: _measured(comparison.at_equal_step(run)[key], form),
+        )
+
+
+def _ratio(value: float | None) -> str:
+    return UNKNOWN if value is None else ratio_text(value)
+
+
 def _differences(runs: Sequence[Run]) -> Section:
     if len(runs) == 1:
         return Section("What differs", [])
-    rows = [_setting_row(setting) for setting in differing_settings(list(runs))]
+    rows = [
+        [setting.name, setting.kind, *(_shortened(setting_value(value)) for value in setting.values)]
+        for setting in differing_settings(runs)
+    ]
     note = "Names and folders of the runs are left out."
     if not rows:
         rows, note = [["(none)"] + [""] * (1 + len(runs))], "The runs have equal settings, names and folders aside."
     return Section("What differs", [Table(["setting", "decides", *(run.label for run in runs)], rows)], note)
-
-
-def _setting_row(setting: Setting) -> list[str]:
-    return [setting.name, KINDS[setting.kind], *(_shortened(setting_value(value)) for value in setting.values)]
 
 
 def _loss(runs: Sequence[Run]) -> Section:
@@ -187,8 +246,53 @@ def _loss(runs: Sequence[Run]) -> Section:
         "loss": Panel("Training loss", "step", "loss", smooth, faint=_faint(runs, "loss", smooth), is_log=True),
         "validation": _panel(runs, "Validation loss", "validation_loss", "validation loss", is_log=True),
     }
+    if len(runs) > 1:
+        unit, seconds = _time_unit(runs)
+        times = [[(step, time / seconds) for step, time in run.curve("elapsed_s")] for run in runs]
+        panels |= {
+            **{f"{name}-over-time": _over_time(runs, panel) for name, panel in panels.items()},
+            "time": Panel("Time over steps", "step", unit, times),
+        }
     note = "Thick lines of the training loss are means over about 1/20 of the run, thin lines single steps."
-    return Section("Loss", _drawn(runs, panels), note if any(panels["loss"].faint) else "")
+    return Section(
+        "Loss and time" if len(runs) > 1 else "Loss", _drawn(runs, panels), note if any(panels["loss"].faint) else ""
+    )
+
+
+def _scores(runs: Sequence[Run]) -> Section:
+    """PSNR and SSIM of the samples, which runs of one job draw from the same prompts and noise."""
+    panels = {
+        key: Panel(name, "step", name, [run.scores(key) for run in runs])
+        for key, name in (("psnr", "PSNR, dB"), ("ssim", "SSIM"))
+    }
+    if len(runs) > 1:
+        panels |= {f"{name}-over-time": _over_time(runs, panel) for name, panel in panels.items()}
+    against = {run.scored_against for run in runs} - {None}
+    note = "Against the held-out image of each caption. A good sample can differ from it."
+    if against == {"original"}:
+        note = "Against samples of the original model: how far the run moved, not how good it is."
+    elif len(against) > 1:
+        note = "Not comparable: some are against real images, others against samples of the original model."
+    return Section("PSNR and SSIM", _drawn(runs, panels), note)
+
+
+def _over_time(runs: Sequence[Run], panel: Panel) -> Panel:
+    """The curves of a panel over the time at which their steps were reached."""
+    unit, seconds = _time_unit(runs)
+    curves = [
+        [(time / seconds, value) for step, value in points if (time := run.reached_at(int(step))) is not None]
+        for run, points in zip(runs, panel.curves, strict=True)
+    ]
+    return panel._replace(title=f"{panel.title} over time", x=unit, curves=curves, faint=())
+
+
+def _time_unit(runs: Sequence[Run]) -> tuple[str, float]:
+    """Title of the time axes and their unit in seconds, chosen for the longest and the shortest run."""
+    times = [run.elapsed_s for run in runs if run.elapsed_s]
+    typical = math.sqrt(min(times) * max(times)) if times else 0.0
+    if typical < 600:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if typical < 3 * 3600 else ("hours", 3600.0)
 
 
 def _loss_by_timestep(runs: Sequence[Run]) -> Section:
@@ -208,7 +312,10 @@ def _loss_by_timestep(runs: Sequence[Run]) -> Section:
     over_t = Panel("Over t", x, y, [known[step] for step in steps])
     shades = plots.looks_of([_bin_name(key) for key in bins], is_ordered=True)
     over_steps = Panel("Over steps", "step", y, [runs[0].curve(key) for key in bins], is_log=True)
-    small = [_plot("by-t", over_t, looks, has_legend=True), _plot("bins", over_steps, shades, has_legend=True)]
+    small = [
+        replace(_plot("by-t", over_t, looks), legend=looks),
+        replace(_plot("bins", over_steps, shades), legend=shades),
+    ]
     return Section("Validation loss by timestep", [Plots(small)], note)
 
 
@@ -257,9 +364,8 @@ def _drawn(runs: Sequence[Run], panels: dict[str, Panel]) -> list[Block]:
     return [Plots(drawn, looks)] if drawn else []
 
 
-def _plot(name: str, panel: Panel, looks: Sequence[Look], *, has_legend: bool = False) -> Plot:
-    plot = plots.draw(plots.small_figure(panel, looks), f"plot-{name}", panel.title, has_files=False)
-    return Plot(plot.name, plot.title, plot.svg, legend=looks if has_legend else ())
+def _plot(name: str, panel: Panel, looks: Sequence[Look]) -> Plot:
+    return plots.draw(plots.small_figure(panel, looks), f"plot-{name}", panel.title, looks)
 
 
 def _smoothed(points: Points) -> Points:
@@ -286,7 +392,7 @@ def _samples(runs: Sequence[Run]) -> Section:
     num_pictures = sum(len(found) for _, found in drawn)
     if not num_pictures:
         return Section("Samples over time", [])
-    share = _PICTURE_BYTES // num_pictures
+    share = _GRID_BYTES // num_pictures
     frames = [
         Frames(run.label, {step: data_uri(run.pictures[step], most_bytes=share) for step in found})
         for run, found in drawn
@@ -300,7 +406,37 @@ def _samples(runs: Sequence[Run]) -> Section:
         else "",
         "Large pictures are scaled down." if is_smaller else "",
     ]
-    return Section("Samples over time", [Slider(frames)], " ".join(filter(None, notes)))
+    cut = [picture for run, found in drawn for picture in _strip_and_animation(run, found, len(runs))]
+    blocks = [Slider(frames), *([Pictures("As a strip and as a GIF", cut)] if cut else [])]
+    return Section("Samples over time", blocks, " ".join(filter(None, notes)))
+
+
+def _strip_and_animation(run: Run, steps: Sequence[int], num_runs: int) -> list[Picture]:
+    """The same samples cut out of the grids of the steps: the first of each row side by side, and all as a GIF.
+
+    Grids of other rows or another size than the last one are left out, as are those that cannot be read.
+    """
+    if len(steps) < 2:
+        return []
+    from torchditan.evaluation.grid_picture import animation, read_cells, strip
+
+    grids = {}
+    for step in steps:
+        with suppress(ConfigError):
+            grids[step] = read_cells(run.pictures[step])
+    if not grids:
+        return []
+    last, labels = grids[max(grids)]
+    frames = {step: cells for step, (cells, names) in grids.items() if cells.shape == last.shape and names == labels}
+    if len(frames) < 2:
+        return []
+    shown = {step: frames[step][:, 0] for step in _evenly(list(frames), _MOST_COLUMNS)}
+    row = picture_uri(strip(shown, labels, title=run.label), most_bytes=_STRIP_BYTES // num_runs)
+    moving = animation(frames, labels, title=run.label, most_bytes=_ANIMATION_BYTES // num_runs)
+    return [
+        Picture(run.label, f"{len(shown)} steps", row),
+        Picture(run.label, f"{len(frames)} steps, as a GIF", uri_of(moving, "gif")),
+    ]
 
 
 def _evaluation(runs: Sequence[Run]) -> Section:

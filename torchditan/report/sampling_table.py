@@ -31,7 +31,7 @@ def write_table(folder: Path, points: Points, cards: Sequence[Card]) -> str:
     names = [name for name in figures if not _MINOR.match(name)]
     write_file(folder / TABLE, _csv(points, cards, figures).encode())
     if any(name in card.figures for name in names for card in cards):
-        write_file(folder / PLOT, draw(_plot(points, cards, names), "plot", "sampling options").png)
+        write_file(folder / PLOT, draw(_plot(points, cards, names), "plot", "sampling options").draw_files()[PLOT])
     rows = [
         [
             *point.values(),
