@@ -55,7 +55,7 @@ from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.exported import export_weights
 from torchditan.weights.formats import Given
 from torchditan.weights.imported_format import import_format
-from torchditan.weights.imported_run import import_weights
+from torchditan.weights.importing import import_weights
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.model_card import Statements
 from torchditan.weights.share import share_model

@@ -52,7 +52,7 @@ from torchditan.evaluation.sample_batches import read_statistics
 from torchditan.report.page import data_uri
 from torchditan.run.reading import read_config, read_metrics, read_status
 from torchditan.weights.exported import export_weights
-from torchditan.weights.imported_run import import_weights
+from torchditan.weights.importing import import_weights
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

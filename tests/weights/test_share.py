@@ -25,15 +25,14 @@ from torchditan import load
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config
-from torchditan.evaluation.card import read_card, sampling_settings
+from torchditan.evaluation.card import cards_of_run, read_card, sampling_settings
 from torchditan.evaluation.card_tables import write_card
 from torchditan.latents.index import read_index
 from torchditan.latents.shards import LatentShards
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
-from torchditan.weights import imported_run, shared
+from torchditan.weights import shared
 from torchditan.weights.exported import export_weights
-from torchditan.weights.imported_run import run_of
 from torchditan.weights.model_card import Facts, Statements, escape, model_card
 from torchditan.weights.public_config import is_private, public_config, training_command
 from torchditan.weights.share import share_model
@@ -161,29 +160,45 @@ def test_the_command_has_no_private_value() -> None:
     assert training_command(content) == right
 
 
-def test_a_shared_folder_draws_the_images_of_the_run(
-    digits: Path, run: Path, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+def test_opening_a_shared_folder_writes_only_pictures(
+    digits: Path, run: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
     expected = load(run).sample(classes=[1, 2], seed=3)
     assert torch.equal(load(digits).sample(classes=[1, 2], seed=3), expected)
-    first = run_script("torchditan", "generate", digits, "--classes=1", "--seed=3", "--out=a.png")
-    assert first.code == 0 and "is opened as the run outputs/models/digits-" in first.err
-    (imported,) = (tmp_path / "outputs/models").iterdir()
-    written = (imported / "config.json").stat().st_mtime_ns
-    assert run_script("torchditan", "generate", digits, "--classes=1", "--seed=3", "--out=b.png").code == 0
-    assert (imported / "config.json").stat().st_mtime_ns == written  # imported once
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert torch.equal(load(imported).sample(classes=[1, 2], seed=3), expected)
+    before = {path: path.stat().st_mtime_ns for path in [digits, *digits.rglob("*")]}
+    (tmp_path / "outputs/digits").mkdir(parents=True)
+    (tmp_path / "outputs/digits/config.json").write_text("{}")  # a run of this name
+    for where in ("digits-weights", "digits"):
+        assert run_script("torchditan", "generate", digits, "--classes=1", "--seed=3").code == 0
+        assert [path.name for path in (tmp_path / "outputs" / where).rglob("*") if path.suffix != ".json"] == [
+            "samples",
+            "generated_00000002_seed3.png",
+        ]
+        (tmp_path / "outputs/digits/config.json").unlink(missing_ok=True)
+    assert before == {path: path.stat().st_mtime_ns for path in [digits, *digits.rglob("*")]}
+    assert run_script("torchditan", "generate", run, "--classes=1", "--seed=3", "--out=run.png").code == 0
+    assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["digits", "digits-weights"]
 
 
-def test_a_shared_folder_is_evaluated_swept_and_exported(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
+def test_a_shared_folder_and_its_file_are_evaluated_and_exported(
+    digits: Path, tmp_path: Path, run_script: RunScript
+) -> None:
     few = ["--num_samples=8", "--batch_size=8", "--metrics=classifier", "--epochs=1"]
-    assert run_script("torchditan", "evaluate", digits, *few, "--out=evaluated").code == 0
-    assert (tmp_path / "evaluated/card.json").is_file()
-    assert run_script("torchditan", "sweep", digits, "--num_steps", "1", "--dry_run").code == 0
-    assert run_script("torchditan", "export", digits, "out.safetensors").code == 0
-    ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "out.safetensors")
-    assert all(torch.equal(ours[name], exported[name]) for name in exported)
+    assert run_script("torchditan", "export", digits, "outputs/digits.safetensors", "--dtype=bfloat16").code == 0
+    ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "outputs/digits.safetensors")
+    assert ours.keys() == exported.keys()
+    assert all(torch.equal(ours[name].bfloat16(), exported[name]) for name in exported)
+    assert "--step = 3" in refused(run_script("torchditan", "export", digits, "x.safetensors", "--step=3"))
+    for place in (digits, "outputs/digits.safetensors"):
+        done = run_script("torchditan", "evaluate", place, *few)
+        assert done.code == 0, done.err
+    folder = tmp_path / "outputs/digits"
+    assert [path.name for path in folder.iterdir()] == ["evaluation"]
+    cards = [read_card(path) for path in folder.glob("evaluation/*/card.json")]
+    files = [sha256_of(digits / "model.safetensors"), sha256_of(tmp_path / "outputs/digits.safetensors")]
+    assert {card.run_id for card in cards} == {f"sha256-{digest[:8]}" for digest in files}
+    assert {card.run for card in cards} == {str(digits), "outputs/digits.safetensors"}
+    assert cards_of_run(folder) == []  # a run of this name that begins later does not count them
 
 
 def test_training_starts_from_a_shared_folder(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
@@ -293,20 +308,7 @@ def test_a_folder_that_is_no_model_and_weights_of_another_architecture_are_refus
     entry = {"sha256": sha256_of(weights), "size": weights.stat().st_size}
     edit(copied, lambda content: content["files"].update({"model.safetensors": entry}))
     assert "holds another model" in refused(run_script("torchditan", "generate", copied))
-    assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs/models").iterdir())
-
-
-def test_two_processes_import_one_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    original = imported_run._import_shared
-
-    def slower(opened: Any, run: Path) -> None:
-        original(opened, run)  # the other process
-        original(opened, run)
-
-    monkeypatch.setattr(imported_run, "_import_shared", slower)
-    run = run_of(digits)
-    assert load(run).step == 2 and len(list(run.parent.iterdir())) == 1
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_the_card_has_the_figures_of_the_same_step(run: Path, tmp_path: Path, run_script: RunScript) -> None:

@@ -98,7 +98,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--images", type=Path, help=".npz of images to evaluate instead of the run's samples")
     parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
-    parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the card (default: in evaluation/ of the run, or outputs/NAME)"
+    )
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
     parser.add_argument(
         "--save_reference",
@@ -160,7 +162,7 @@ def open_run(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedM
     from torchditan.weights.trained_model import TrainedModel
 
     with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
+        trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
     if args.prompts is not None and not trained.takes_prompts:
         raise option_error("--prompts", args.prompts, "this run was not trained on captions; leave it out")
     if trained.takes_prompts and args.samples_per_class is not None:
@@ -348,7 +350,7 @@ class Subject:
         words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
         settings = json.dumps([self._settings(), *shared], default=str)
         number = hashlib.sha256(settings.encode()).hexdigest()[:6]
-        return args.run / "evaluation" / "_".join([*words, f"{self.num_images}-samples", number])
+        return trained.folder / "evaluation" / "_".join([*words, f"{self.num_images}-samples", number])
 
 
 def choose_metrics(subject: Subject) -> list[str]:
@@ -543,6 +545,7 @@ def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Origin:
     return origin_of_run(
         args.run,
         trained.config,
+        trained.content,
         step=trained.step,
         images_seen=trained.images_seen,
         weights=trained.weights,
@@ -588,11 +591,8 @@ def main() -> None:
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices, init_process_group
     from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
-    from torchditan.weights.imported_run import run_of
 
     configure_cpu()
-    if args.run is not None:
-        args.run = run_of(args.run)
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     rank = Rank.from_environment()
     check_devices(rank)

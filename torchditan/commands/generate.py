@@ -50,7 +50,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--original", action="store_true", help="also sample the model that the run started from, with the same noise"
     )
     parser.add_argument(
-        "--out", type=Path, help="PNG to write; replaces one of this name (default: a new one in samples/ of the run)"
+        "--out",
+        type=Path,
+        help="PNG to write; replaces one of this name (default: a new one in samples/ of the run or outputs/NAME)",
     )
     arguments, flags = parser.parse(argv)
     if not is_shared(arguments.run):
@@ -134,15 +136,13 @@ def main() -> None:
     from torchditan.evaluation.grid_picture import save_grid, stills
     from torchditan.evaluation.reconstruction import similarity
     from torchditan.run.progress import report_progress
-    from torchditan.weights.imported_run import run_of
     from torchditan.weights.trained_model import TrainedModel
 
     configure_cpu()
-    args.run = run_of(args.run)
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
+        trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
         to_pixels = trained.open_decoder()
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
@@ -175,7 +175,9 @@ def main() -> None:
         real = None
 
     without = "_without_lora" if args.without_lora else "_and_original" if args.original else ""
-    out = args.out or new_file(args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png")
+    out = args.out or new_file(
+        trained.folder / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png"
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(
         out,

@@ -40,7 +40,7 @@ def main() -> None:
             raise option_error("--width", width, "must be above 0 and below 0.2887, the width of a uniform average")
 
     from torchditan.run.progress import report_progress
-    from torchditan.weights.imported_run import refuse_existing
+    from torchditan.weights.importing import refuse_existing
     from torchditan.weights.reconstructed_ema import LARGE_ERROR, reconstruct
 
     run = arguments.run

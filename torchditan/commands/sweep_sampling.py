@@ -54,7 +54,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     from torchditan.config.command_line import ScriptParser, count
     from torchditan.config.errors import ConfigError, did_you_mean, option_error
-    from torchditan.weights.shared import is_shared
 
     # Runs come first: after an unknown option, argparse would take its value for a run.
     runs = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
@@ -87,10 +86,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in args.weights or ():
         if name not in WEIGHTS:
             raise option_error("--weights", name, f"must be one of {', '.join(WEIGHTS)}{did_you_mean(name, WEIGHTS)}")
-    if any(map(is_shared, runs)):
-        from torchditan.weights.imported_run import run_of
-
-        runs = [str(run_of(Path(run))) for run in runs]
     args.runs = list({Path(run).resolve(): Path(run) for run in runs}.values())
     if args.out is None:
         if len(args.runs) > 1:

@@ -34,7 +34,7 @@ from torchditan.optim.power_ema import gamma_of_width
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, names_in, read_tensor
-from torchditan.weights.imported_run import create_run, refuse_existing
+from torchditan.weights.importing import create_run, refuse_existing
 from torchditan.weights.safetensors_files import TensorToWrite, open_file, write_weights
 
 _NOT_READ = 1e-7

@@ -27,6 +27,7 @@ from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.card import OF_NO_RUN
 from torchditan.evaluation.metric import ToPixels
 from torchditan.evaluation.reconstruction import to_8_bit
 from torchditan.evaluation.sampler import Sampler, SampleRows
@@ -37,6 +38,7 @@ from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import StoredLatents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
+from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import (
@@ -52,6 +54,8 @@ from torchditan.weights.shared import is_shared, open_shared
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+OUTPUTS = Path("outputs")
+"""Where commands write about weights that belong to no run, in the working directory."""
 _MOST_NAMES = 20
 """Names of classes in a message."""
 _ARGUMENTS = ("classes", "prompts", "samples_per_class", "num_samples", "seed", "batch_size")
@@ -88,13 +92,49 @@ class TrainedModel:
     dtype: torch.dtype = torch.float32
     images_seen: int = 0
     run_id: str | None = None
-    """Identifies the run, also after its folder moved."""
+    """Identifies the run, also after its folder moved; for other weights `sha256-` and the start of their hash."""
     class_names: list[str] = field(default_factory=list)
     """By label; numbers if the run stores none."""
+    content: dict[str, Any] = field(default_factory=dict)
+    """What config.json of the run says, or the file about its weights: `config`, `run_id`, `git_commit`, ..."""
+    folder: Path = OUTPUTS
+    """Where commands write their pictures and cards: the run directory, or `outputs/NAME`."""
 
     def __post_init__(self) -> None:
         if len(self.class_names) != self.num_classes:
             self.class_names = [str(label) for label in range(self.num_classes)]
+
+    @classmethod
+    def open(
+        cls,
+        place: Path,
+        *,
+        step: int | None = None,
+        weights: Literal["ema", "raw"] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        flags: Sequence[str] | Mapping[str, Any] = (),
+    ) -> TrainedModel:
+        """Load a run, a file that `torchditan export` wrote, or a shared model. Writes nothing.
+
+        Args:
+            place: the run directory, the file, a shared folder, `hub:owner/name` or the name of a shipped model. The
+                other arguments are those of `load`.
+
+        Raises:
+            ConfigError: it cannot be opened, or a flag is wrong.
+        """
+        name, path, digest = place.stem, place, None
+        if is_shared(place):
+            shared = open_shared(place)
+            name, path, digest = shared.name, shared.weights, shared.digest
+        elif not place.is_file() or place.suffix != ".safetensors":
+            return cls.load(place, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+        trained = cls.load_file(path, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+        run_id = OF_NO_RUN + (digest or sha256_of(path))[:8]
+        return replace(
+            trained, run_id=run_id, content={**trained.content, "run_id": run_id}, folder=_folder_of_no_run(name)
+        )
 
     @classmethod
     def load(
@@ -150,6 +190,8 @@ class TrainedModel:
             step=progress.step or 0,
             images_seen=progress.images_seen or 0,
             run_id=stored.get("run_id"),
+            content=stored,
+            folder=run,
             class_names=names_in(stored.get("class_names")),
             weights=weights,
             device=device,
@@ -187,6 +229,7 @@ class TrainedModel:
             partial(load_weights_file, path=path),
             step=stored.step,
             images_seen=stored.images_seen,
+            content={"config": stored.config, "git_commit": stored.git_commit},
             class_names=stored.class_names,
             weights=stored.weights,
             device=device,
@@ -487,16 +530,12 @@ def load(
     """
     folder = Path(run).expanduser()
     flags = _plain(options or {})
-    if is_shared(folder):
-        folder = open_shared(folder).weights
-    if folder.is_file():
-        return TrainedModel.load_file(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
     checkpoint = re.fullmatch(r"step-0*(\d+)", folder.name)
     if checkpoint and (folder.parent.parent / "config.json").is_file():
         if step is not None:
             raise option_error("step", step, f"{run} is the checkpoint of step {checkpoint[1]} already; leave it out")
         folder, step = folder.parent.parent, int(checkpoint[1])
-    return TrainedModel.load(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+    return TrainedModel.open(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
 
 
 def stored_spec(config: Config) -> ModelSpec:
@@ -507,6 +546,12 @@ def stored_spec(config: Config) -> ModelSpec:
     inner = config.model.sample_size or [size[0] // factor, size[-1] // factor]  # older runs do not store it
     sample_shape = (channels, *inner)
     return model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
+
+
+def _folder_of_no_run(name: str) -> Path:
+    """`outputs/NAME`, or `outputs/NAME-weights` if that is a run or a shared folder."""
+    folder = OUTPUTS / name
+    return folder.with_name(f"{name}-weights") if (folder / "config.json").exists() else folder
 
 
 def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
