@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from torchditan.evaluation.metric import ToPixels
     from torchditan.evaluation.sampler import SampleRows
     from torchditan.weights.trained_model import TrainedModel
 
@@ -75,7 +76,9 @@ def parse_labels(text: str, trained: TrainedModel) -> list[int]:
     return trained.labels_of(classes, option="--classes", shown=text)
 
 
-def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:
+def choose_rows(
+    trained: TrainedModel, args: argparse.Namespace, to_pixels: ToPixels
+) -> tuple[SampleRows, torch.Tensor | None]:
     """The rows to sample: the prompts, or the classes with real images of each if the training data is available.
 
     Raises:
@@ -115,7 +118,7 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
         labels=labels,
         samples_per_label=per_label,
         conditional=trained.num_classes > 0,
-        to_pixels=trained.real_to_pixels,
+        to_pixels=trained.real_to_pixels if config.autoencoder.online else to_pixels,
     )
     rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])
     return rows, real
@@ -143,14 +146,16 @@ def main() -> None:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
-        to_pixels = trained.open_decoder()
+        to_pixels = trained.open_decoder() if trained.missing_decoder is None else lambda samples: samples
+    if trained.missing_decoder is not None:
+        print(f"note: the picture shows latent channels: {trained.missing_decoder}", file=sys.stderr)
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.drop_lora()
     if args.original:
         trained.check_original()
     with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):
-        rows, real = choose_rows(trained, args)
+        rows, real = choose_rows(trained, args, to_pixels)
 
     per_row = sampling.images_per_class
     start = time.perf_counter()

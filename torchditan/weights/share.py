@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchditan.autoencoders import runs_code
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
 from torchditan.config.options import flatten
@@ -197,6 +198,8 @@ def _draw_samples(folder: Path, config: dict[str, dict[str, Any]]) -> str | None
     """
     own = flatten(from_dict(config))
     flags = {name: own[name] for name in _OF_THE_PICTURE if own[name] is not None}
+    if own["autoencoder.name"] is not None and runs_code(own["autoencoder.name"]):
+        return "its autoencoder is TorchScript, which runs code"
     trained = TrainedModel.load_file(open_shared(folder).weights, dtype=None, flags=flags)
     sampling = trained.config.sampling
     if trained.takes_prompts:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 import torch
 from torch import nn
 
+from torchditan.autoencoders import name_it, runs_code
 from torchditan.checkpoint.files import DamagedCheckpointError
 from torchditan.checkpoint.loading import read_progress
 from torchditan.checkpoint.trained_weights import cannot_be_read, check_sizes, find_checkpoint, load_weights
@@ -97,6 +98,8 @@ class TrainedModel:
     """By label; numbers if the run stores none."""
     content: dict[str, Any] = field(default_factory=dict)
     """What config.json of the run says, or the file about its weights: `config`, `run_id`, `git_commit`, ..."""
+    missing_decoder: str | None = None
+    """Why latents are not decoded, if that would run code that the user did not name; then `to_pixels` refuses."""
     folder: Path = OUTPUTS
     """Where commands write their pictures and cards: the run directory, or `outputs/NAME`."""
 
@@ -192,6 +195,7 @@ class TrainedModel:
             run_id=stored.get("run_id"),
             content=stored,
             folder=run,
+            missing_decoder=_why_not_decoded(config, flags),
             class_names=names_in(stored.get("class_names")),
             weights=weights,
             device=device,
@@ -230,6 +234,7 @@ class TrainedModel:
             step=stored.step,
             images_seen=stored.images_seen,
             content={"config": stored.config, "git_commit": stored.git_commit},
+            missing_decoder=_why_not_decoded(config, flags),
             class_names=stored.class_names,
             weights=stored.weights,
             device=device,
@@ -294,7 +299,7 @@ class TrainedModel:
         """Samples of the model (..., C, H, W) -> pictures (..., 1 or 3, H', W'), on the CPU.
 
         Raises:
-            ConfigError: the decoder of the latents is not available, or is another one.
+            ConfigError: the decoder of the latents is not available, is another one, or runs code (`missing_decoder`).
         """
         return self.open_decoder()(samples)
 
@@ -302,6 +307,8 @@ class TrainedModel:
         """`to_pixels` for many batches: it opens the decoder once. Call it before slow work that ends in pictures."""
         if not self.is_latent:
             return lambda samples: samples
+        if self.missing_decoder is not None:
+            raise ConfigError(self.missing_decoder)
         decoder = open_decoder(self.config.autoencoder, channels=self.sample_shape[0], device=self.device)
         at_once = self.config.metrics.sample_batch_size
         return partial(decode_with, decoder, sample_dims=len(self.sample_shape), at_once=at_once)
@@ -563,6 +570,13 @@ def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Con
     if stored.autoencoder.path == config.autoencoder.path == stored.model.path is not None:
         config = config.replace({"autoencoder.path": config.model.path})
     return config
+
+
+def _why_not_decoded(config: Config, flags: Sequence[str] | Mapping[str, Any]) -> str | None:
+    section = config.autoencoder
+    given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
+    is_named = "autoencoder.path" in given or ("autoencoder.name" in given and section.path is None)
+    return str(name_it(section)) if section.name is not None and runs_code(section.name) and not is_named else None
 
 
 def _check_weights(weights: object) -> None:
