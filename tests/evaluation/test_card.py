@@ -48,6 +48,7 @@ from torchditan.evaluation.card_tables import (
 from torchditan.evaluation.metric import Figure
 from torchditan.evaluation.sampler import Sampler, SampleRows
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
+from torchditan.run.reading import read_config
 
 # Files
 
@@ -332,7 +333,8 @@ def stored_run(folder: Path, config: Config, **changes: Any) -> Path:
 
 
 def origin(run: Path, config: Config) -> Origin:
-    return origin_of_run(run, config, step=3, images_seen=12, weights="ema", model_parameters=7, model_evaluations=100)
+    facts: dict[str, Any] = {"step": 3, "images_seen": 12, "weights": "ema"}
+    return origin_of_run(run, config, read_config(run), **facts, model_parameters=7, model_evaluations=100)
 
 
 def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:

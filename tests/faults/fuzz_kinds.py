@@ -27,7 +27,6 @@ from ledger_rows import row
 from PIL import Image
 from safetensors.torch import save, save_file
 from tiny_published import tiny_flux
-from torch import nn
 
 from torchditan import load
 from torchditan.ablation.grid import load_grid
@@ -53,7 +52,7 @@ from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.exported import export_weights
 from torchditan.weights.formats import Given
 from torchditan.weights.imported_format import import_format
-from torchditan.weights.imported_run import import_weights
+from torchditan.weights.importing import import_weights
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.model_card import Statements
 from torchditan.weights.share import share_model
@@ -465,13 +464,6 @@ def _make_diffusers(folder: Path) -> None:
     diffusers.AutoencoderKL(in_channels=3, out_channels=3, **blocks, **sizes).save_pretrained(folder / "vae")
 
 
-def _make_torchscript(folder: Path) -> None:
-    (folder / "cosmos").mkdir()
-    torch.jit.trace(nn.Conv2d(3, 16, 8, 8).eval(), torch.zeros(1, 3, 64, 64)).save(str(folder / "cosmos/encoder.jit"))
-    decoder = nn.ConvTranspose2d(16, 3, 8, 8).eval()
-    torch.jit.trace(decoder, torch.zeros(1, 16, 8, 8)).save(str(folder / "cosmos/decoder.jit"))
-
-
 def _make_published(folder: Path) -> None:
     torch.manual_seed(0)
     tiny_flux().save_pretrained(folder / "flux", max_shard_size="50KB")
@@ -541,7 +533,6 @@ KINDS = {
         Kind("ledger_drawn", _make_ledger, _open_ledger),
         Kind("parquet", _make_parquet, _open_parquet, memory=PARQUET_MEMORY),
         Kind("diffusers_autoencoder", _make_diffusers, functools.partial(_open_as, "diffusers", "vae")),
-        Kind("torchscript", _make_torchscript, functools.partial(_open_as, "cosmos", "cosmos")),
     )
 }
 """What a stranger can send, by name."""

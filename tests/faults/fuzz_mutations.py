@@ -400,7 +400,7 @@ def _change_safetensors(path: Path, rng: random.Random) -> str:
     return _written(path, len(text).to_bytes(8, "little") + text + body, what)
 
 
-# Zip archives: .npz, .pt and TorchScript
+# Zip archives: .npz and .pt
 
 
 def _change_zip(path: Path, rng: random.Random) -> str:
@@ -604,6 +604,5 @@ _BY_SUFFIX: dict[str, Callable[[Path, random.Random], str]] = {
     ".safetensors": _change_safetensors,
     ".npz": _change_zip,
     ".pt": _change_zip,
-    ".jit": _change_zip,
     ".tar": _change_tar,
 }

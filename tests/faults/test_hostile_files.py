@@ -32,13 +32,14 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 from refusals import assert_refused, refused
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchditan import load
 from torchditan.ablation.grid import load_grid
 from torchditan.autoencoders import open_autoencoder
 from torchditan.autoencoders.published import CLASSES
-from torchditan.autoencoders.torchscript import _OPERATIONS
 from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_manifest
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
@@ -52,13 +53,14 @@ from torchditan.evaluation.sample_batches import read_statistics
 from torchditan.report.page import data_uri
 from torchditan.run.reading import read_config, read_metrics, read_status
 from torchditan.weights.exported import export_weights
-from torchditan.weights.imported_run import import_weights
+from torchditan.weights.importing import import_weights
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
 RAN = "ran"
 SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=2"]
+FEW = ["--sampling.num_steps=1", "--sampling.images_per_class=1", "--sampling.max_classes=1", "--model.patch_size=2"]
 SMALL += ["--metrics.enable_sampling=false", "--checkpoint.enable_checkpoint", "--metrics.experiment_name=run"]
 
 pytestmark = [
@@ -315,28 +317,15 @@ def test_a_config_names_no_class_but_ours(class_name: Any) -> None:
     )
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 16, 8, 8)
+class Saves(nn.Module):
+    """Writes the file `ran` when it is loaded."""
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.conv(images)
-
-
-class SavesInForward(Encoder):
-    def forward(self, images: Tensor) -> Tensor:
-        torch.save(images, "ran")
-        return self.conv(images)
-
-
-class SavesWhenLoaded(Encoder):
-    def forward(self, images: Tensor) -> Tensor:
-        return self.conv(images)
+        return images
 
     @torch.jit.export
     def __getstate__(self) -> tuple[Tensor, bool]:
-        return self.conv.weight, self.training
+        return torch.zeros(1), self.training
 
     @torch.jit.export
     def __setstate__(self, state: tuple[Tensor, bool]) -> None:
@@ -344,123 +333,44 @@ class SavesWhenLoaded(Encoder):
         self.training = state[1]
 
 
-class ReadsAFile(Encoder):
-    def forward(self, images: Tensor) -> Tensor:
-        return self.conv(images) + torch.from_file("ran", True, 1)
-
-
-@pytest.fixture
-def cosmos() -> Path:
-    """A pair that opens: `cosmos/encoder.jit` and `cosmos/decoder.jit`."""
-    Path("cosmos").mkdir()
-    torch.jit.trace(Encoder().eval(), torch.zeros(1, 3, 64, 64)).save("cosmos/encoder.jit")
-    torch.jit.trace(nn.ConvTranspose2d(16, 3, 8, 8).eval(), torch.zeros(1, 16, 8, 8)).save("cosmos/decoder.jit")
-    assert open_as("cosmos", "cosmos").latent_channels == 16
-    return Path("cosmos/encoder.jit")
-
-
-def refuse_cosmos(*why: str) -> None:
-    refuse(
-        lambda: open_as("cosmos", "cosmos"),
-        'autoencoder.path = "cosmos"',
-        "encoder.jit",
-        "TorchScript",
-        *why,
-    )
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (SavesInForward, ["torch.save(images, 'ran')"]),
-        (SavesWhenLoaded, [f"__torch__.{__name__}.SavesWhenLoaded", "__setstate__"]),
-        (ReadsAFile, ["torch.from_file"]),
-    ],
-)
-def test_torchscript_that_touches_files_is_refused(cosmos: Path, module: type[Encoder], why: list[str]) -> None:
-    torch.jit.script(module().eval()).save(str(cosmos))
+@pytest.mark.parametrize("name", ["cosmos", "torchditan.autoencoders.cosmos:open_cosmos"])
+def test_torchscript_runs_only_if_the_user_names_it(latents: Path, name: str, run_script: RunScript) -> None:
+    for file in ("encoder.jit", "decoder.jit"):
+        write(f"hostile/{file}", b"")
+        torch.jit.script(Saves()).save(f"hostile/{file}")
     Path(RAN).unlink(missing_ok=True)
-    refuse_cosmos(*why)
-    with contextlib.suppress(RuntimeError):
-        torch.jit.load(str(cosmos))(torch.zeros(1, 3, 64, 64))
-    assert Path(RAN).exists(), "torch.jit.load alone runs it"
-
-
-def change_archive(file: Path, name: str, content: bytes) -> None:
-    """Replace one record of a TorchScript file; `name` is what it ends on."""
-    with zipfile.ZipFile(file) as archive:
-        records = {record: archive.read(record) for record in archive.namelist()}
-    changed = [record for record in records if record.split("/", 1)[1] == name]
-    assert len(changed) == 1, name
-    records[changed[0]] = content
-    with zipfile.ZipFile(file, "w") as archive:
-        for record, data in records.items():
-            archive.writestr(record, data)
-
-
-@pytest.mark.parametrize("name", ["data.pkl", "constants.pkl"])
-def test_the_pickles_of_a_torchscript_file_know_tensors_and_modules_alone(cosmos: Path, name: str) -> None:
-    change_archive(cosmos, name, PICKLE)
-    refuse_cosmos("posix.mkdir")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "_0 = torch.save(images, 'ran')",
-        "_0 = images.save('ran')",
-        "_0 = ops.aten.save(images, 'ran')",
-        "_0 = open('ran', 'w')",
-        "_0 = __import__('os').mkdir('ran')",
-        "_0 = torch.ops.load_library('ran')",
-        "_0 = (torch).forward.__globals__",
-        "_0 = [images for _ in (1, 2)]",
-        "_0 = (lambda: 0)()",
-        "_0 = f'{images}'",
-        "import os",
-        "while True: pass",
-        "images.x = 3",
-        "_0 = getattr(images, name)",
-        "_0 = torch.add(*images)",
-        "_0 = torch.classes.x.y()",
-    ],
-)
-def test_code_that_is_no_trace_is_refused(cosmos: Path, line: str) -> None:
-    with zipfile.ZipFile(cosmos) as archive:
-        code = next(
-            name for name in archive.namelist() if b"class Encoder" in archive.read(name) and name[-3:] == ".py"
-        )
-        text = archive.read(code).decode()
-    head, result = text.rstrip().rsplit("\n", 1)
-    change_archive(cosmos, code.split("/", 1)[1], f"{head}\n    {line}\n{result}\n".encode())
-    with pytest.raises(ConfigError, match=r"encoder\.jit (is .*TorchScript file|cannot encode .*image)") as caught:
-        open_as("cosmos", "cosmos")
-    assert "\n" not in str(caught.value)
-    assert not Path(RAN).exists()
-
-
-def test_a_tensor_that_reaches_past_its_storage_is_refused(cosmos: Path) -> None:
-    with zipfile.ZipFile(cosmos) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        content = archive.read(name)
-    shape = b"K\x10K\x03K\x08K\x08"  # (16, 3, 8, 8)
-    assert shape in content
-    change_archive(cosmos, "data.pkl", content.replace(shape, b"K\x7fK\x03K\x08K\x08"))
-    refuse_cosmos("out of bounds", "storage")
-
-
-def test_operations_of_a_trace_read_and_write_no_file() -> None:
-    """None takes a text but those that name a mode, and what they return are tensors and numbers."""
-    with_text = {
-        name
-        for name in _OPERATIONS
-        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-        if any(str(argument.type) == "str" for argument in schema.arguments)
-        and "name" not in schema.overload_name.lower()  # names of dimensions, before torch 2.12
-    }
-    modes = {"conv2d", "einsum", "gelu", "pad"}
-    of_texts_alone = {"Int", "add", "ge", "gt", "le", "lt", "ne", "slice", "split"}
-    assert with_text <= modes | of_texts_alone
+    index = json.loads((latents / "index.json").read_text())
+    index["autoencoder"] |= {"name": name, "path": "hostile", "fingerprint": "cosmos-0123456789abcdef"}
+    (latents / "index.json").write_text(json.dumps(index))
+    data = ["--dataset.dataset_name=latents", "--dataset.root_dir=latents"]
+    job = [*SMALL, "--metrics.enable_sampling", *data, "--training.steps=1", "--job.dump_folder=runs", *FEW]
+    trained = run_script("torchditan", "train", *job)
+    assert trained.code == 0, trained.err
+    assert (trained.out + trained.err).count("--autoencoder.path") == 1
+    assert list(Path("runs/run/samples").glob("*.png")), "of latent channels"
+    with pytest.raises(ConfigError, match=r"--autoencoder\.path"):
+        load("runs/run").sample(classes=[1])
+    assert load("runs/run").generate([1], samples_per_label=1, seed=0, batch_size=1).shape == (1, 1, 4, 4, 4)
+    assert "--autoencoder.path" in run_script("torchditan", "evaluate", "runs/run", "--num_samples=4").err
+    shared = run_script("torchditan", "share", "runs/run", "shared")
+    assert shared.code == 0 and not Path("shared/samples.png").exists(), shared.err
+    manifest = json.loads(Path("shared/config.json").read_text())
+    with safe_open("shared/model.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    manifest["config"]["autoencoder"] |= {"name": name, "path": "hostile"}
+    save_file(tensors, "shared/model.safetensors", {**metadata, "config": json.dumps(manifest["config"])})
+    content = Path("shared/model.safetensors").read_bytes()
+    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"]["model.safetensors"] = entry
+    write("shared/config.json", json.dumps(manifest))
+    for place in ("runs/run", "shared", "shared/model.safetensors"):
+        drawn = run_script("torchditan", "generate", place, "--out=drawn.png")
+        assert drawn.code == 0 and drawn.err.count("--autoencoder.path") == 1, drawn.err
+    again = run_script("torchditan", "train", *job)  # its config.json names it, not the user
+    assert again.code == 0 and not Path(RAN).exists(), again.err
+    named = run_script("torchditan", "generate", "runs/run", "--autoencoder.path=hostile")
+    assert named.code == 2 and Path(RAN).exists(), named.err
 
 
 # Runs and checkpoints

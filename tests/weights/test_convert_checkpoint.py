@@ -671,7 +671,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path[:0] = [{repository!r}, {repository!r} + '/tests', {repository!r} + '/tests/weights']
-from torchditan.weights.imported_run import import_weights
+from torchditan.weights.importing import import_weights
 from torchditan.weights.safetensors_files import DTYPES
 from torchditan.weights.exported import export_weights
 from torchditan.weights.initial import load_initial_weights, load_weights_file

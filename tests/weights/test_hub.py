@@ -97,7 +97,7 @@ def test_a_pushed_model_is_opened_with_an_empty_cache(
 
     drawn = command("generate", "hub:me/digits", "--classes=1", "--out=grid.png", home="b")
     assert drawn.returncode == 0 and (tmp_path / "b/grid.png").is_file(), drawn.stderr
-    assert "opened as the run outputs/models/digits-" in drawn.stderr
+    assert not (tmp_path / "b/outputs").exists()
     opened = [line for line in hub.requests if line.startswith("GET") and "resolve" in line]
     assert {line.rsplit("/", 1)[1] for line in opened} == {"config.json", "model.safetensors"}  # and no picture
 

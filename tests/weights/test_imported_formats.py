@@ -523,9 +523,9 @@ def test_the_number_of_heads_is_never_guessed(size: tuple[int, int], is_publishe
 def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     run = imported(path, "sit", run_script, *DIGITS)
-    config = TrainedModel.load(run).config
+    config, facts = TrainedModel.load(run).config, {"step": 0, "images_seen": 0}
     found = origin_of_run(
-        run, step=0, images_seen=0, weights="ema", model_parameters=1, config=config, model_evaluations=1
+        run, config, read_config(run), **facts, weights="ema", model_parameters=1, model_evaluations=1
     )
     assert found.imported is not None
     assert (found.imported["file"], found.imported["format"]) == ("weights.pt", "sit")

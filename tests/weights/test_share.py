@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,21 +23,20 @@ from safetensors.torch import load_file, save_file
 
 from torchditan import load
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import from_dict, to_dict
-from torchditan.config.options import Config
-from torchditan.evaluation.card import read_card, sampling_settings
+from torchditan.config.loader import build_config, from_dict, options, to_dict
+from torchditan.config.options import Config, flatten
+from torchditan.evaluation.card import cards_of_run, read_card, sampling_settings
 from torchditan.evaluation.card_tables import write_card
 from torchditan.latents.index import read_index
 from torchditan.latents.shards import LatentShards
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
-from torchditan.weights import imported_run, shared
+from torchditan.weights import shared
 from torchditan.weights.exported import export_weights
-from torchditan.weights.imported_run import run_of
 from torchditan.weights.model_card import Facts, Statements, escape, model_card
-from torchditan.weights.public_config import is_private, public_config, training_command
 from torchditan.weights.share import share_model
 from torchditan.weights.shared import is_shared, open_shared
+from torchditan.weights.shared_config import SHARED, shared_config
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunAlone, RunScript
@@ -108,7 +107,7 @@ def test_the_folder_has_weights_configuration_card_and_picture(digits: Path, run
     text = (digits / "README.md").read_text()
     assert text.startswith('---\nlibrary_name: "torchditan"\nlicense: "cc0-1.0"\n')
     assert "<b>" not in text and "[x](" not in text and "&lt;b&gt;new" in text
-    assert "torchditan train quickstart --model.flavor=debugmodel" in text
+    assert "`torchditan train quickstart`" in text
     assert "not stated" in text and "were not evaluated" in text
 
 
@@ -122,67 +121,91 @@ def test_nothing_private_gets_into_the_folder(digits: Path, run: Path) -> None:
             assert text not in content, (file.name, text)
 
 
-def test_options_with_places_are_reset_and_public_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
-    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
+def test_a_shared_configuration_has_no_text_that_the_user_made_up() -> None:
+    secrets = ("hidden", "/home/hidden/x", "hidden/model", "euler token=hidden", "module:name folder=/hidden")
+    texts: dict[str, Any] = {}
+    for option in options().values():
+        for secret in secrets if option.kind is str else ():
+            value = [secret] if option.is_list else secret
+            with suppress(ConfigError):  # options with choices take no other text
+                config = build_config({option.name: value})
+                texts[option.name] = value
+                assert "hidden" not in json.dumps(shared_config(to_dict(config))), option
+    assert {"model.flavor", "dataset.root_dir", "sampling.prompts", "sampling.sampler", "job.description"} <= set(texts)
+    assert "hidden" not in json.dumps(shared_config(to_dict(Config().replace(texts))))
+
+
+def test_a_shared_configuration_has_what_draws_and_continues() -> None:
     values = {
-        "job.config_file": "/elsewhere/train_configs/recipes/imagenet256_pixels.toml",
-        "dataset.root_dir": "photos",
-        "dataset.trigger_word": "sk-abcdefghijklmnop",
-        "dataset.image_key": "of_alice",
+        "model.name": "sd3",
+        "model.flavor": "SD3-medium",
+        "model.path": "stabilityai/stable-diffusion-3-medium-diffusers",
+        "model.overrides": ["num_layers=3"],
+        "dataset.dataset_name": "my_lab.data:Birds folder=3",
+        "dataset.image_size": [64, 32],
+        "dataset.num_classes": 7,
+        "dataset.fingerprint": "paths-0123456789abcdef",
+        "autoencoder.name": "sd-vae",
         "autoencoder.path": "stabilityai/sd-vae-ft-ema",
-        "model.path": "my/model",
-        "lora.assistant_path": "~/lora",
-        "evaluation.inception_weights": "w.pt",
-        "checkpoint.initial_load_path": "hub:me/base",
-        "metrics.experiment_name": "for_a_customer",
+        "autoencoder.fingerprint": "diffusers-0123456789abcdef",
+        "autoencoder.shift": [0.5],
+        "diffusion.objective": "ddpm",
+        "diffusion.ingredients": ["my_lab.losses:Extra weight=0.1"],
+        "sampling.sampler": "heun",
+        "sampling.guidance_scale": 3.5,
+        "optimizer.lr": 0.003,
+        "lr_scheduler.schedule": "wsd power=2",
+        "training.steps": 77,
+        "ema.decay": 0.99,
     }
-    public = public_config(to_dict(Config().replace(values)))
-    assert public["autoencoder"]["path"] == "stabilityai/sd-vae-ft-ema"
-    assert public["checkpoint"]["initial_load_path"] == "hub:me/base"
-    assert (public["job"]["config_file"], public["dataset"]["root_dir"], public["model"]["path"]) == (None, None, None)
-    assert public["dataset"]["trigger_word"] is None and public["lora"]["assistant_path"] is None
-    assert public["evaluation"]["inception_weights"] is None
-    assert public["dataset"]["image_key"] == "image"
-    assert public["metrics"]["experiment_name"] == "imagenet256_pixels"
-    (tmp_path / "stabilityai/sd-vae-ft-ema").mkdir(parents=True)  # now a folder of the user's
-    assert public_config(to_dict(Config().replace(values)))["autoencoder"]["path"] is None
-    assert all(map(is_private, ["/data/x", "see /data/x/y", "C:\\x", "~/x", "by node17"]))
-    assert not any(map(is_private, ["DiT-S/2", "a photo of a fox", "euler", "module:name", "1/2"]))
+    assert values.keys() <= set(SHARED)
+    shared = flatten(from_dict(shared_config(to_dict(Config().replace(values)))))
+    assert {name: shared[name] for name in values} == values
+    of_the_machine = {"training.compile": True, "checkpoint.enable_checkpoint": True, "metrics.log_freq": 3}
+    assert shared_config(to_dict(Config().replace(of_the_machine))) == shared_config(to_dict(Config()))
+    started = Config().replace({"job.config_file": "/elsewhere/train_configs/recipes/imagenet256_pixels.toml"})
+    assert shared_config(to_dict(started))["metrics"]["experiment_name"] == "imagenet256_pixels"
 
 
-def test_the_command_has_no_private_value() -> None:
-    config = Config().replace({"dataset.root_dir": "photos", "training.steps": 5, "dataset.dataset_name": "folder"})
-    command = ["torchditan train", "my.toml", "--dataset.dataset_name", "folder", "--dataset.root_dir=photos"]
-    command += ["--training.steps", "5", "--metrics.wandb_project=x", "--job.dump_folder", "/scratch"]
-    content = {"config": to_dict(config.replace({"job.config_file": "/home/me/my.toml"})), "command": command}
-    right = "torchditan train CONFIG.toml --dataset.dataset_name folder --dataset.root_dir IMAGES --training.steps 5"
-    assert training_command(content) == right
-
-
-def test_a_shared_folder_draws_the_images_of_the_run(
-    digits: Path, run: Path, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+def test_opening_a_shared_folder_writes_only_pictures(
+    digits: Path, run: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
     expected = load(run).sample(classes=[1, 2], seed=3)
     assert torch.equal(load(digits).sample(classes=[1, 2], seed=3), expected)
-    first = run_script("torchditan", "generate", digits, "--classes=1", "--seed=3", "--out=a.png")
-    assert first.code == 0 and "is opened as the run outputs/models/digits-" in first.err
-    (imported,) = (tmp_path / "outputs/models").iterdir()
-    written = (imported / "config.json").stat().st_mtime_ns
-    assert run_script("torchditan", "generate", digits, "--classes=1", "--seed=3", "--out=b.png").code == 0
-    assert (imported / "config.json").stat().st_mtime_ns == written  # imported once
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert torch.equal(load(imported).sample(classes=[1, 2], seed=3), expected)
+    before = {path: path.stat().st_mtime_ns for path in [digits, *digits.rglob("*")]}
+    (tmp_path / "outputs/digits").mkdir(parents=True)
+    (tmp_path / "outputs/digits/config.json").write_text("{}")  # a run of this name
+    for where in ("digits-weights", "digits"):
+        assert run_script("torchditan", "generate", digits, "--classes=1", "--seed=3").code == 0
+        assert [path.name for path in (tmp_path / "outputs" / where).rglob("*") if path.suffix != ".json"] == [
+            "samples",
+            "generated_00000002_seed3.png",
+        ]
+        (tmp_path / "outputs/digits/config.json").unlink(missing_ok=True)
+    assert before == {path: path.stat().st_mtime_ns for path in [digits, *digits.rglob("*")]}
+    assert run_script("torchditan", "generate", run, "--classes=1", "--seed=3", "--out=run.png").code == 0
+    assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["digits", "digits-weights"]
 
 
-def test_a_shared_folder_is_evaluated_and_exported(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
+def test_a_shared_folder_and_its_file_are_evaluated_and_exported(
+    digits: Path, tmp_path: Path, run_script: RunScript
+) -> None:
     few = ["--num_samples=8", "--batch_size=8", "--metrics=classifier", "--epochs=1"]
-    assert run_script("torchditan", "evaluate", digits, *few, "--out=evaluated").code == 0
-    assert (tmp_path / "evaluated/card.json").is_file()
-    assert run_script("torchditan", "export", digits, "out.safetensors").code == 0
-    ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "out.safetensors")
-    assert all(torch.equal(ours[name], exported[name]) for name in exported)
+    assert run_script("torchditan", "export", digits, "outputs/digits.safetensors", "--dtype=bfloat16").code == 0
+    ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "outputs/digits.safetensors")
+    assert ours.keys() == exported.keys()
+    assert all(torch.equal(ours[name].bfloat16(), exported[name]) for name in exported)
+    assert "--step = 3" in refused(run_script("torchditan", "export", digits, "x.safetensors", "--step=3"))
+    for place in (digits, "outputs/digits.safetensors"):
+        done = run_script("torchditan", "evaluate", place, *few)
+        assert done.code == 0, done.err
+    folder = tmp_path / "outputs/digits"
+    assert [path.name for path in folder.iterdir()] == ["evaluation"]
+    cards = [read_card(path) for path in folder.glob("evaluation/*/card.json")]
+    files = [sha256_of(digits / "model.safetensors"), sha256_of(tmp_path / "outputs/digits.safetensors")]
+    assert {card.run_id for card in cards} == {f"sha256-{digest[:8]}" for digest in files}
+    assert {card.run for card in cards} == {str(digits), "outputs/digits.safetensors"}
+    assert cards_of_run(folder) == []  # a run of this name that begins later does not count them
 
 
 def test_training_starts_from_a_shared_folder(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
@@ -292,20 +315,7 @@ def test_a_folder_that_is_no_model_and_weights_of_another_architecture_are_refus
     entry = {"sha256": sha256_of(weights), "size": weights.stat().st_size}
     edit(copied, lambda content: content["files"].update({"model.safetensors": entry}))
     assert "holds another model" in refused(run_script("torchditan", "generate", copied))
-    assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs/models").iterdir())
-
-
-def test_two_processes_import_one_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    original = imported_run._import_shared
-
-    def slower(opened: Any, run: Path) -> None:
-        original(opened, run)  # the other process
-        original(opened, run)
-
-    monkeypatch.setattr(imported_run, "_import_shared", slower)
-    run = run_of(digits)
-    assert load(run).step == 2 and len(list(run.parent.iterdir())) == 1
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_the_card_has_the_figures_of_the_same_step(run: Path, tmp_path: Path, run_script: RunScript) -> None:
@@ -351,7 +361,7 @@ def test_the_card_states_every_sampling_option_of_its_figures_and_only_public_ta
     manifest["config"]["sampling"]["guidance_interval"] = [0.25, 0.75]
     own = sampling_settings(from_dict(manifest["config"]).sampling)
     evaluation = card(step=2, seeds=[4, 5, 6], sampling={**own, "negative_prompt": "/home/alice_tester/x"})
-    about: dict[str, Any] = {"name": "secret_run", "command": None, "metrics": [], "evaluate": ""}
+    about: dict[str, Any] = {"name": "secret_run", "configuration": None, "metrics": [], "evaluate": ""}
     about |= dict.fromkeys(("has_other_evaluations", "is_imported", "has_samples", "has_diffusers"), False)
     text = model_card(Facts(manifest, evaluation=evaluation, **about), Statements())
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]

@@ -12,15 +12,33 @@ from torch import Tensor
 from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channels
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config import options
-from torchditan.config.errors import did_you_mean, option_error
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.registry import AUTOENCODERS, build, entry_name, resolve
 
-__all__ = ["Autoencoder", "check_name", "kind_of", "open_autoencoder"]
+__all__ = ["Autoencoder", "check_name", "kind_of", "name_it", "open_autoencoder", "runs_code"]
 
 
 def kind_of(name: str) -> str:
     """The key of `AUTOENCODERS` that opens the autoencoder of this name: haar, cosmos, diffusers, ..."""
     return PUBLISHED[name].kind if name in PUBLISHED else name
+
+
+def runs_code(name: str) -> bool:
+    """Whether this autoencoder runs the code of its files, which may do anything.
+
+    It is opened only if the command line or the user's own TOML names it: an index of latents, a shared configuration
+    or someone's run that names it gives latents without pictures.
+    """
+    place = AUTOENCODERS.place(kind_of(entry_name(name)))
+    return place is not None and place.endswith("open_cosmos")  # also as module:name
+
+
+def name_it(config: options.Autoencoder) -> ConfigError:
+    """Why an autoencoder that `runs_code` is not opened, and what to do."""
+    entry = PUBLISHED.get(config.name or "")
+    place = entry.hub_name if entry else "FOLDER"
+    right = f"is TorchScript, which runs code, and only you may name it: --autoencoder.path {place}, if you trust it"
+    return option_error("autoencoder.name", config.name, right)
 
 
 def check_name(name: str) -> None:

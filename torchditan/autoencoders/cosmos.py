@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""NVIDIA's Cosmos image tokenizers, CI8x8 and CI16x16: a pair of TorchScript files, which are parsed but never run.
+"""NVIDIA's Cosmos image tokenizers, CI8x8 and CI16x16: a pair of TorchScript files.
 
 Notable:
-- TorchScript can write files, among other things, so torchscript.py interprets the trace itself;
-- the precision of a trace is fixed: a bfloat16 trace fails in float32, and the reverse. A small forward pass probes
-  it, and also channels, downsampling, and whether there is a variance;
+- TorchScript is code, which runs. So only the user may name these files; see `runs_code` in __init__.py;
+- a trace computes in one dtype, that of its first parameter. Channels, downsampling and whether there is a variance
+  come from encoding one small image;
 - `encoder.jit` returns (latent, (mean, logvar)). If the tokenizer is not a VAE (NVIDIA's "AE" formulation), the pair
   contains single zeros, and the latent is used as the mean. If it is a VAE, the latent is a random draw, and the mean
   is used;
@@ -14,54 +14,43 @@ Notable:
 from __future__ import annotations
 
 import hashlib
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channels, dtype_of
 from torchditan.autoencoders.hub import find_weights, first_line, place_of
-from torchditan.autoencoders.torchscript import NotATrace, Trace
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
 
 FILES = ("encoder.jit", "decoder.jit")
-_PROBE_SIZE = 64
-_IMAGE = f"{_PROBE_SIZE} x {_PROBE_SIZE}"
+_SIZE = 64
 _CHUNK_BYTES = 1 << 20
 
 
 class CosmosAutoencoder(Autoencoder):
     """A traced encoder and decoder, at any size that is a multiple of the downsampling."""
 
-    def __init__(
-        self,
-        encoder: Trace,
-        decoder: Trace | None,
-        *,
-        fingerprint: str,
-        latent_channels: int,
-        downsampling: int,
-        has_posterior: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, encoder: nn.Module, decoder: nn.Module, *, fingerprint: str, device: torch.device) -> None:
         self.name = "cosmos"
         self.path = None
         self.fingerprint = fingerprint
-        self.image_channels = 3
-        self.latent_channels = latent_channels
-        self.downsampling = downsampling
-        self.dtype = dtype
         self.device = device
-        self.has_posterior = has_posterior
-        self._encoder = encoder
-        self._decoder = decoder
+        self.dtype = next((parameter.dtype for parameter in encoder.parameters()), torch.float32)
+        self.image_channels = 3
+        self._encoder: Any = encoder
+        self._decoder: Any = decoder
+        mean, logvar = self.moments(torch.zeros(1, 3, _SIZE, _SIZE))
+        _, self.latent_channels, _, _ = mean.shape
+        self.downsampling = _SIZE // mean.shape[-1]
+        self.has_posterior = logvar is not None
 
     @classmethod
     def open(cls, folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> CosmosAutoencoder:
-        """Open `encoder.jit` and `decoder.jit` of `folder`; both must exist.
+        """Open `encoder.jit` and `decoder.jit` of `folder`; both must exist. Runs their code.
 
         Args:
             folder: contains the two files.
@@ -69,26 +58,20 @@ class CosmosAutoencoder(Autoencoder):
             dtype: the dtype that they must be traced in, or None.
 
         Raises:
-            ConfigError: a file is not TorchScript or does more than compute, the two are not a pair of an image
-                tokenizer, or they are traced in another dtype.
+            ConfigError: a file is not the TorchScript of a continuous image tokenizer, or has another dtype.
         """
         encoder, decoder = (_load(folder / file, device=device) for file in FILES)
-        output, traced = _probe_encoder(encoder, folder=folder, device=device)
-        if dtype not in (None, traced):
-            right = f"{FILES[0]} of {folder} is traced in {_word(traced)} and computes only in it; leave it out"
+        try:
+            opened = cls(encoder, decoder, fingerprint=_fingerprint(folder), device=device)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+            right = f"does not encode an image of {_SIZE} x {_SIZE} to a latent of 4 dimensions"
+            raise _refuse(folder / FILES[0], f"{right} ({first_line(error)})") from error
+        if dtype not in (None, opened.dtype):
+            right = f"{FILES[0]} of {folder} is traced in {_word(opened.dtype)} and computes only in it; leave it out"
             raise option_error("autoencoder.dtype", _word(dtype), right)
-        mean, logvar = _mean_and_logvar(output)
-        _probe_decoder(decoder, mean.to(traced), folder=folder)
-        return cls(
-            encoder,
-            decoder,
-            fingerprint=_fingerprint(folder),
-            latent_channels=mean.shape[1],
-            downsampling=_PROBE_SIZE // mean.shape[-1],
-            has_posterior=logvar is not None,
-            dtype=traced,
-            device=device,
-        )
+        return opened
 
     def drop_decoder(self) -> None:
         self._decoder = None
@@ -97,57 +80,17 @@ class CosmosAutoencoder(Autoencoder):
         return _mean_and_logvar(self._encoder(images))
 
     def _decode(self, latents: Tensor) -> Tensor:
-        assert self._decoder is not None, "the decoder was dropped"
         return self._decoder(latents)
 
 
-def _load(file: Path, *, device: torch.device) -> Trace:
+def _load(file: Path, *, device: torch.device) -> nn.Module:
     try:
-        return Trace(file, device=device)
-    except NotATrace as error:
-        raise _refuse(file, f"is not a complete TorchScript file of an image tokenizer ({error})") from error
-
-
-@torch.no_grad()
-def _probe_encoder(encoder: Trace, *, folder: Path, device: torch.device) -> tuple[Any, torch.dtype]:
-    """The encoder's output for one small image, and the dtype that it was traced in."""
-    stored = [tensor.dtype for tensor in encoder.tensors if tensor.is_floating_point()]
-    failure: Exception | None = None
-    for dtype in dict.fromkeys([*stored[:1], torch.float32, torch.bfloat16]):
-        try:
-            output = encoder(torch.zeros(1, 3, _PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device))
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotATrace) as error:
-            failure = failure or error  # the error in the stored dtype is the most helpful
-        else:
-            _check_output(output, file=folder / FILES[0])
-            return output, dtype
-    assert failure is not None
-    raise _refuse(folder / FILES[0], f"cannot encode an image of {_IMAGE} on {device} ({first_line(failure)})")
-
-
-@torch.no_grad()
-def _probe_decoder(decoder: Trace, latent: Tensor, *, folder: Path) -> None:
-    file = folder / FILES[1]
-    try:
-        images = decoder(latent)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotATrace) as error:
-        right = f"does not decode the latents of {FILES[0]}, {_shown(latent)} ({first_line(error)})"
-        raise _refuse(file, right) from error
-    if not isinstance(images, Tensor) or images.shape != (1, 3, _PROBE_SIZE, _PROBE_SIZE):
-        right = f"gives {_shown(images)} for the latents of an image of {_IMAGE}; they are not a pair"
-        raise _refuse(file, right)
-
-
-def _check_output(output: Any, *, file: Path) -> None:
-    latent = output[0] if isinstance(output, tuple) and output else output
-    is_latent = isinstance(latent, Tensor) and latent.ndim == 4 and latent.is_floating_point()
-    if not is_latent or len(set(latent.shape[2:])) != 1 or _PROBE_SIZE % latent.shape[-1]:
-        right = f"gives {_shown(latent)} for an image of {_IMAGE}; must be from a continuous image tokenizer (CI)"
-        raise _refuse(file, right)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch.export cannot read these files
+            module: nn.Module = torch.jit.load(str(file), map_location=device)
+    except (RuntimeError, ValueError) as error:
+        raise _refuse(file, f"is not a complete TorchScript file ({first_line(error)})") from error
+    return module.eval()
 
 
 def _mean_and_logvar(output: Any) -> tuple[Tensor, Tensor | None]:
@@ -176,10 +119,6 @@ def _refuse(file: Path, right: str) -> ConfigError:
 
 def _word(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _shown(output: Any) -> str:
-    return f"{_word(output.dtype)} {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
 
 
 def open_cosmos(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> CosmosAutoencoder:

@@ -33,7 +33,9 @@ def export_file(argv: list[str]) -> None:
 
     parser = ScriptParser(__doc__, options=())
     parser.prog = f"{parser.prog} export"
-    parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
+    parser.add_argument(
+        "source", type=Path, metavar="RUN", help="run directory, the folder of a checkpoint, or a shared model"
+    )
     parser.add_argument(
         "out", type=Path, metavar="OUT", help="file to write; with --format diffusers the folder to create"
     )
@@ -62,11 +64,9 @@ def export_file(argv: list[str]) -> None:
         raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
 
     from torchditan.run.progress import report_progress
-    from torchditan.weights.imported_run import run_of
     from torchditan.weights.safetensors_files import DTYPES
 
     start = time.perf_counter()
-    arguments.source = run_of(arguments.source)
     options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
     with report_progress(f"exporting {arguments.source}"):
         if is_folder:
@@ -143,7 +143,7 @@ def import_file(argv: list[str]) -> None:
 
     path, run, overwrite = arguments.path, arguments.run, arguments.overwrite
     if arguments.format is None:
-        from torchditan.weights.imported_run import import_weights
+        from torchditan.weights.importing import import_weights
 
         with report_progress(f"importing {path}"):
             stored = import_weights(path, run, flags=flags, overwrite=overwrite)

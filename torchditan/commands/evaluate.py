@@ -126,7 +126,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--images", type=Path, help=".npz of images to evaluate instead of the run's samples")
     parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
-    parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the card (default: in evaluation/ of the run, or outputs/NAME)"
+    )
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
     parser.add_argument("--save_reference", type=Path, help="write the training images and their statistics as .npz")
     args, flags = parser.parse(argv)
@@ -196,7 +198,7 @@ def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> Trai
     from torchditan.weights.trained_model import TrainedModel
 
     with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
+        trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
     if args.prompts is not None and not trained.takes_prompts:
         raise option_error("--prompts", args.prompts, "this run was not trained on captions; leave it out")
     if trained.takes_prompts and args.samples_per_class is not None:
@@ -382,7 +384,7 @@ class Subject:
         words += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
         words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
         words += [f"{self.num_images}-samples", short_hash([self._settings(), *shared])]
-        return (args.out or args.run / "evaluation") / "_".join(words)
+        return (args.out or trained.folder / "evaluation") / "_".join(words)
 
 
 def short_hash(settings: Any) -> str:
@@ -505,7 +507,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
         return
     if several:
         folder = f"{'_'.join(several)}_{short_hash([subject.folder.name for subject in subjects])}"
-        folder = args.out or args.run / "evaluation" / folder
+        folder = args.out or subjects[0].folder.parent / folder
         print(write_table(folder, points, cards))
         print(f"table and plot: {folder}", file=sys.stderr)
     else:
@@ -542,6 +544,7 @@ def draw_and_compare(
         origin = origin_of_run(
             args.run,
             trained.config,
+            trained.content,
             step=trained.step,
             images_seen=trained.images_seen,
             weights=trained.weights,
@@ -608,11 +611,8 @@ def main() -> None:
 
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices, init_process_group
-    from torchditan.weights.imported_run import run_of
 
     configure_cpu()
-    if args.run is not None:
-        args.run = run_of(args.run)
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     rank = Rank.from_environment()
     check_devices(rank)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from torchditan.evaluation.metric import ToPixels
     from torchditan.evaluation.sampler import SampleRows
     from torchditan.weights.trained_model import TrainedModel
 
@@ -50,7 +51,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--original", action="store_true", help="also sample the model that the run started from, with the same noise"
     )
     parser.add_argument(
-        "--out", type=Path, help="PNG to write; replaces one of this name (default: a new one in samples/ of the run)"
+        "--out",
+        type=Path,
+        help="PNG to write; replaces one of this name (default: a new one in samples/ of the run or outputs/NAME)",
     )
     arguments, flags = parser.parse(argv)
     if not is_shared(arguments.run):
@@ -73,7 +76,9 @@ def parse_labels(text: str, trained: TrainedModel) -> list[int]:
     return trained.labels_of(classes, option="--classes", shown=text)
 
 
-def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:
+def choose_rows(
+    trained: TrainedModel, args: argparse.Namespace, to_pixels: ToPixels
+) -> tuple[SampleRows, torch.Tensor | None]:
     """The rows to sample: the prompts, or the classes with real images of each if the training data is available.
 
     Raises:
@@ -113,7 +118,7 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
         labels=labels,
         samples_per_label=per_label,
         conditional=trained.num_classes > 0,
-        to_pixels=trained.real_to_pixels,
+        to_pixels=trained.real_to_pixels if config.autoencoder.online else to_pixels,
     )
     rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])
     return rows, real
@@ -134,23 +139,23 @@ def main() -> None:
     from torchditan.evaluation.grid_picture import save_grid, stills
     from torchditan.evaluation.reconstruction import similarity
     from torchditan.run.progress import report_progress
-    from torchditan.weights.imported_run import run_of
     from torchditan.weights.trained_model import TrainedModel
 
     configure_cpu()
-    args.run = run_of(args.run)
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
-        to_pixels = trained.open_decoder()
+        trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
+        to_pixels = trained.open_decoder() if trained.missing_decoder is None else lambda samples: samples
+    if trained.missing_decoder is not None:
+        print(f"note: the picture shows latent channels: {trained.missing_decoder}", file=sys.stderr)
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.drop_lora()
     if args.original:
         trained.check_original()
     with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):
-        rows, real = choose_rows(trained, args)
+        rows, real = choose_rows(trained, args, to_pixels)
 
     per_row = sampling.images_per_class
     start = time.perf_counter()
@@ -175,7 +180,9 @@ def main() -> None:
         real = None
 
     without = "_without_lora" if args.without_lora else "_and_original" if args.original else ""
-    out = args.out or new_file(args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png")
+    out = args.out or new_file(
+        trained.folder / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png"
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(
         out,

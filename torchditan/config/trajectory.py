@@ -19,8 +19,6 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
 from torchditan.registry import FAMILIES, entry_name
 
-VALUES_BEFORE: dict[str, Any] = {}
-
 _SECTIONS = (
     "model",
     "dataset",

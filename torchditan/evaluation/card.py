@@ -26,7 +26,6 @@ from torchditan.config.options import Config, Sampling, Training, flatten
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import to_json
-from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the format, stored as `card`."""
 CARD_FILE = "card.json"
+OF_NO_RUN = "sha256-"
+"""Start of the `run_id` of weights that belong to no run."""
 _NOT_EVALUATED = (
     *("images_per_class", "max_classes", "prompts", "at_start"),  # of sample grids
     "use_ema",  # of grids during training; a card has `weights`
@@ -95,7 +96,7 @@ class Origin:
     run: str | None = None
     """The run directory, as it was given. None for a file of images, as are all entries but `images`."""
     run_id: str | None = None
-    """Identifies the run, also after its folder moved."""
+    """Identifies the run, also after its folder moved; for other weights `sha256-` and the start of their hash."""
     images: ImageSet | None = None
     """The file of images; None for a run."""
     step: int | None = None
@@ -233,7 +234,7 @@ def cards_of_run(run: Path) -> list[Card]:
             card = read_card(file)
         except ConfigError:  # damaged, or of another version
             continue
-        if card.images is None:
+        if card.images is None and not str(card.run_id).startswith(OF_NO_RUN):  # drawn before the run had this name
             cards.append(card)
     return sorted(cards, key=lambda card: (card.created, card.step or 0), reverse=True)
 
@@ -393,6 +394,7 @@ def card_figures(
 def origin_of_run(
     run: Path,
     config: Config,
+    content: Mapping[str, Any],
     *,
     step: int,
     images_seen: int,
@@ -403,14 +405,11 @@ def origin_of_run(
     """The part of a card that describes a checkpoint of a run.
 
     Args:
-        run: the run directory.
+        run: the run directory or another place of weights, as it was given.
         config: its options, with the `--sampling` and `--autoencoder` flags of this evaluation.
+        content: what config.json of the run says, or the file about its weights (`TrainedModel.content`).
         model_evaluations: see `Sampler.evaluations_per_sample`.
-
-    Raises:
-        ConfigError: `run` is not a run directory.
     """
-    content = read_config(run)
     stored = from_dict(content["config"])
     now, before = flatten(config), flatten(stored)
     imported = content.get("imported")

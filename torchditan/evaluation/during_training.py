@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torchditan.config.errors import option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.precision import float64_device
@@ -130,5 +130,7 @@ def _open_decoder(config: Config, space: SampleSpace, device: torch.device) -> T
     """Opened once, and before training: a missing decoder must not end a run at its first evaluation."""
     if config.autoencoder.name is None:
         return space.to_pixels
+    if space.missing_decoder is not None:
+        raise ConfigError(space.missing_decoder)
     decoder = open_decoder(config.autoencoder, channels=space.sample_shape[0], device=device)
     return partial(decode_with, decoder, at_once=config.metrics.sample_batch_size)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from torchditan.config.options import Config
-from torchditan.config.trajectory import VALUES_BEFORE
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
 from torchditan.evaluation.sampler import SampleRows
@@ -143,13 +142,8 @@ class Grids:
 
     @property
     def drawn(self) -> str:
-        """All settings that determine the samples of a model. New options are left out at the value of older runs."""
-        sampling = {
-            key: value
-            for key, value in vars(self.config.sampling).items()
-            if VALUES_BEFORE.get(f"sampling.{key}", ...) != value
-        }
-        return json.dumps([sampling, self.config.training.seed, self.rows.names], sort_keys=True)
+        """All settings that determine the samples of a model."""
+        return json.dumps([vars(self.config.sampling), self.config.training.seed, self.rows.names], sort_keys=True)
 
     def _real_images(self) -> Tensor | None:
         """Pixels (rows, k, C, H, W), or None."""

@@ -61,7 +61,8 @@ def opening(
     if config.metrics.enable_sampling:
         scores = grids.why_no_scores(job.run_directory.sample_path(0).parent, is_resumed=progress.step > 0)
     decoder = job.space.missing_decoder
-    pictures = None if decoder is None else f"grids show latent channels, not pictures: {decoder}"
+    has_channels = config.metrics.enable_sampling and decoder is not None
+    pictures = f"grids show latent channels, not pictures: {decoder}" if has_channels else None
     messages = (
         _describe_run(job, model, progress),
         float8_layers,

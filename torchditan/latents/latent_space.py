@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders import Autoencoder, check_name, kind_of, open_autoencoder
+from torchditan.autoencoders import Autoencoder, check_name, kind_of, name_it, open_autoencoder, runs_code
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.distributed.float32_products import ieee_float32
@@ -35,7 +35,8 @@ class StoredLatents(SampleSpace):
         sample_shape: (C, h, w).
         device: where to decode.
         needs_decoder: whether pictures will be requested. A decoder named in `config` must then open. A decoder named
-            only by the index may be missing: `missing_decoder` gives the reason, and pictures show latent channels.
+            only by the index may be missing, and is not opened if it runs code: `missing_decoder` gives the reason,
+            and pictures show latent channels.
     """
 
     real_heading = "real, decoded from its latent"
@@ -58,7 +59,10 @@ class StoredLatents(SampleSpace):
         self.draws_posterior = config.sample_posterior
         self.device = device
         self.shift, self.scale = (torch.tensor(values, device=device) for values in (config.shift, config.scale))
-        if needs_decoder:
+        assert config.name is not None
+        if runs_code(config.name) and not is_named:
+            self.missing_decoder, self.real_heading = str(name_it(config)), "real"
+        elif needs_decoder:
             try:
                 open_autoencoder(config, device=device, image_channels=index.image_channels)
             except ConfigError as error:

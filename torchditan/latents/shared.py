@@ -16,6 +16,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.latents.index import INDEX_FILE, LatentIndex, index_to_json, read_index
 from torchditan.latents.shards import LABELS_FILE, size_problems
@@ -23,7 +24,6 @@ from torchditan.run.atomic_files import new_folder, sha256_of, write_file
 from torchditan.run.directory import to_json
 from torchditan.run.hub import download_folder
 from torchditan.weights.model_card import Statements, latents_card
-from torchditan.weights.public_config import is_public_name
 
 SPLITS = ("train", "validation")
 CARD = "README.md"
@@ -127,7 +127,8 @@ def _public(index: LatentIndex) -> LatentIndex:
         dataclasses.replace(shard, skipped=tuple((number, "unreadable") for number, _ in shard.skipped))
         for shard in index.shards
     )
-    path = index.autoencoder_path if is_public_name(index.autoencoder_path) else None
+    path = index.autoencoder_path
+    path = path if path in {entry.hub_name for entry in PUBLISHED.values()} else None
     return dataclasses.replace(index, autoencoder_path=path, shards=shards)
 
 

@@ -33,6 +33,7 @@ from torchditan.run.directory import check_folders, to_json
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.safetensors_files import TensorToWrite, is_of_diffusers, is_pickle, open_file, write_weights
+from torchditan.weights.shared import is_shared, open_shared
 
 FORMAT = "torchditan"
 
@@ -147,6 +148,8 @@ def open_weights(
     """
     path = find_weights(source, step=step)
     stored = describe_weights(path, weights=weights)
+    if step not in (None, stored.step):  # a file has one step
+        raise option_error("--step", step, f"{source} has step {stored.step}; leave it out")
     assert stored.config is not None
     if stored.config.get("lora", {}).get("rank"):
         right = "trained a LoRA; export it with torchditan export_lora RUN OUT.safetensors"
@@ -334,13 +337,15 @@ def run_of_weights(checkpoint: Path, config: dict[str, dict[str, Any]]) -> Path 
 
 
 def find_weights(path: Path, *, step: int | None = None) -> Path:
-    """The checkpoint of a run directory, or `path` itself if it is a checkpoint folder. It is complete.
+    """The checkpoint of a run directory, the file of a shared model, or `path` itself if it is a checkpoint folder.
 
-    A run without checkpoints has a file of its final weights instead.
+    It is complete. A run without checkpoints has a file of its final weights instead.
 
     Raises:
         ConfigError: the path is neither, or has no usable checkpoint.
     """
+    if is_shared(path):
+        return open_shared(path).weights
     if path.resolve() in list_checkpoints(path.resolve().parent):
         if step is not None and step != step_of(path.resolve()):
             raise option_error("--step", step, f"{path} is a single checkpoint; leave it out, or give the run")

@@ -26,7 +26,7 @@ from torchditan.registry import FORMATS, registered
 from torchditan.weights.exported import Kind, StoredWeights
 from torchditan.weights.formats import Converted, Given
 from torchditan.weights.formats.foreign_files import ForeignWeights, read_foreign_weights
-from torchditan.weights.imported_run import create_run, refuse_existing, refuse_sources_inside
+from torchditan.weights.importing import create_run, refuse_existing, refuse_sources_inside
 
 CONTINUE_FILE = "continue.toml"
 _LABELS = "y_embedder.embedding_table.weight"

@@ -17,7 +17,6 @@ from typing import Any
 from torchditan.evaluation.card import Card, settings_of
 from torchditan.evaluation.card_tables import columns, one_line, shown, table
 from torchditan.registry import entry_name
-from torchditan.run.hub import is_name
 
 NOT_STATED = "not stated by whoever shared it"
 _CLASSES_SHOWN = 50
@@ -46,7 +45,8 @@ class Facts:
     """config.json of the folder."""
     name: str
     """Of the folder."""
-    command: str | None
+    configuration: str | None
+    """The shipped one that the run began from."""
     metrics: Sequence[Mapping[str, Any]]
     """Records of metrics.jsonl up to the step of the weights."""
     evaluation: Card | None
@@ -67,14 +67,12 @@ def model_card(facts: Facts, statements: Statements) -> str:
     place = statements.repository and f"hub:{statements.repository}"
     title = statements.repository.split("/")[1] if statements.repository else facts.name
     takes_prompts = config["model"]["text"] is not None or config["dataset"]["dataset_name"] == "captions"
-    hub_name = config["dataset"]["hub_name"]
     task = "text-to-image" if takes_prompts else "unconditional-image-generation"
     front = {
         "library_name": "torchditan",
         "license": statements.license,
         "pipeline_tag": task,
         "tags": ["diffusion-transformer", task, *_dataset_tag(config["dataset"]["dataset_name"])],
-        "datasets": [hub_name] if hub_name and is_name(hub_name) else None,
     }
     size = "x".join(map(str, config["dataset"]["image_size"] or ()))
     sections = [
@@ -160,8 +158,7 @@ def _opening(place: str, *, is_placeholder: bool, num_classes: int) -> str:
     draw = "classes=[0, 1], seed=0" if num_classes > 1 else "seed=0"
     return f"""## Open it
 
-Install TorchDiTan as its README says{share}. CONFIG is a configuration with this model,
-such as that of the training below{where}.
+Install TorchDiTan as its README says{share}. CONFIG is a configuration with this model{where}.
 
 ```bash
 torchditan generate {place}
@@ -182,8 +179,7 @@ def _data(facts: Facts, statements: Statements) -> str:
     known = facts.evaluation.reference if facts.evaluation else None
     count = known.num_images if known and known.source == "train" else None
     lines = [
-        f"- dataset: {_code(dataset['dataset_name'])}"
-        + (f" ({_code(dataset['hub_name'])} on the hub)" if dataset["hub_name"] else ""),
+        f"- dataset: {_code(dataset['dataset_name'])}",
         f"- fingerprint: {_code(dataset['fingerprint']) if dataset['fingerprint'] else 'none for this dataset'}",
         *([f"- training images: {count:,}"] if count else []),
         f"- image size: {' x '.join(map(str, dataset['image_size'] or ['unknown']))}",
@@ -213,10 +209,12 @@ def _training(facts: Facts) -> str:
         f"- code: {', '.join(f'{name} {version}' for name, version in versions.items() if version)}"
         + (f", commit {_code(manifest['git_commit'])}" if manifest["git_commit"] else ""),
     ]
-    command = f"```bash\n{facts.command}\n```" if facts.command else "The command is not known."
+    how = "The options of the training are in `config.json`, without those of the machine."
+    if facts.configuration:
+        how = f"The run began from `torchditan train {facts.configuration}`. {how}"
     if facts.is_imported:
-        command = "These weights were imported; how they were trained is not known here."
-    return "\n".join(["## Training", "", command, "", *lines, "", "All options are in `config.json`."])
+        how = "These weights were imported; how they were trained is not known here."
+    return "\n".join(["## Training", "", how, "", *lines])
 
 
 def _flops(metrics: Iterable[Mapping[str, Any]], num_devices: int | None) -> float | None:

@@ -3,8 +3,7 @@
 
 Notable:
 - the folder is complete or does not exist; samples are drawn from the written files, which so prove that they open;
-- nothing private is written: public_config.py says what stays of the configuration, and the picture shows no images of
-  the dataset;
+- config.json has the options of shared_config.py, and the picture shows no images of the dataset;
 - shared.py opens it. It checks the files that config.json lists; the card and the picture may be edited.
 """
 
@@ -17,8 +16,10 @@ from typing import Any
 
 import torch
 
+from torchditan.autoencoders import runs_code
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
+from torchditan.config.options import flatten
 from torchditan.evaluation.card import cards_of_run, sampling_settings
 from torchditan.evaluation.grid_picture import save_grid, stills
 from torchditan.evaluation.sampler import SampleRows
@@ -29,7 +30,6 @@ from torchditan.run.reading import read_config, read_metrics
 from torchditan.weights.diffusers_export import export_to_diffusers
 from torchditan.weights.exported import Kind, StoredWeights, open_weights, run_of_weights, write_stored
 from torchditan.weights.model_card import Facts, Statements, model_card
-from torchditan.weights.public_config import public_config, public_hardware, training_command
 from torchditan.weights.shared import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -38,11 +38,16 @@ from torchditan.weights.shared import (
     is_shared,
     open_shared,
 )
+from torchditan.weights.shared_config import SHARED, shared_config, shared_hardware, shipped_configuration
 from torchditan.weights.trained_model import TrainedModel
 
 SAMPLES_FILE = "samples.png"
 CARD_OF_MODEL = "README.md"
 DIFFUSERS = "diffusers"
+_OF_THE_PICTURE = (
+    *("model.path", "autoencoder.path", "text_encoder.path", "sampling.prompts", "sampling.negative_prompt"),
+)
+"""Options of the run that its picture needs and config.json does not have."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,10 @@ def share_model(
     assert stored.config is not None
     run = run_of_weights(stored.path, stored.config)
     content = read_config(run) if run is not None else {"config": stored.config}
-    public = replace(stored, config=public_config(stored.config))
-    notes = []
+    public = replace(stored, config=shared_config(stored.config))
+    own, kept = flatten(from_dict(stored.config)), flatten(from_dict(shared_config(stored.config)))
+    left_out = [name for name in SHARED if own[name] != kept[name]]
+    notes = [f"not in {CONFIG_FILE}: {', '.join(left_out)}"] if left_out else []
     with new_folder(folder, replace=overwrite) as new:
         write_stored(new / WEIGHTS_FILE, public, read, dtype=dtype)
         files = {WEIGHTS_FILE: _entry(new / WEIGHTS_FILE)}
@@ -119,7 +126,7 @@ def share_model(
         facts = Facts(
             manifest,
             name=folder.resolve().name,
-            command=training_command(content),
+            configuration=shipped_configuration(from_dict(stored.config)),
             metrics=[] if run is None else _metrics(run, stored.step),
             evaluation=evaluation,
             evaluate=evaluate,
@@ -158,7 +165,7 @@ def _manifest(public: StoredWeights, content: dict[str, Any], files: dict[str, A
         "config": public.config,
         "git_commit": public.git_commit,
         "versions": content.get("versions"),
-        "hardware": public_hardware(content),
+        "hardware": shared_hardware(content),
     }
 
 
@@ -187,12 +194,12 @@ def _export_to_diffusers(source: Path, stored: StoredWeights, folder: Path, *, d
 def _draw_samples(folder: Path, config: dict[str, dict[str, Any]]) -> str | None:
     """Draw the grid of the run's `[sampling]` options with the files of a shared folder. Returns why not.
 
-    Real images are not shown: they may be private.
+    Real images are not shown: they may be private. The prompts are.
     """
-    own = {
-        f"{section}.path": config.get(section, {}).get("path") for section in ("model", "autoencoder", "text_encoder")
-    }
-    flags = {name: value for name, value in own.items() if value is not None}
+    own = flatten(from_dict(config))
+    flags = {name: own[name] for name in _OF_THE_PICTURE if own[name] is not None}
+    if own["autoencoder.name"] is not None and runs_code(own["autoencoder.name"]):
+        return "its autoencoder is TorchScript, which runs code"
     trained = TrainedModel.load_file(open_shared(folder).weights, dtype=None, flags=flags)
     sampling = trained.config.sampling
     if trained.takes_prompts:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 import torch
 from torch import nn
 
+from torchditan.autoencoders import name_it, runs_code
 from torchditan.checkpoint.files import DamagedCheckpointError
 from torchditan.checkpoint.loading import read_progress
 from torchditan.checkpoint.trained_weights import cannot_be_read, check_sizes, find_checkpoint, load_weights
@@ -27,6 +28,7 @@ from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.card import OF_NO_RUN
 from torchditan.evaluation.metric import ToPixels
 from torchditan.evaluation.reconstruction import to_8_bit
 from torchditan.evaluation.sampler import Sampler, SampleRows
@@ -37,6 +39,7 @@ from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import StoredLatents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
+from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import (
@@ -52,6 +55,8 @@ from torchditan.weights.shared import is_shared, open_shared
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+OUTPUTS = Path("outputs")
+"""Where commands write about weights that belong to no run, in the working directory."""
 _MOST_NAMES = 20
 """Names of classes in a message."""
 _ARGUMENTS = ("classes", "prompts", "samples_per_class", "num_samples", "seed", "batch_size")
@@ -88,13 +93,51 @@ class TrainedModel:
     dtype: torch.dtype = torch.float32
     images_seen: int = 0
     run_id: str | None = None
-    """Identifies the run, also after its folder moved."""
+    """Identifies the run, also after its folder moved; for other weights `sha256-` and the start of their hash."""
     class_names: list[str] = field(default_factory=list)
     """By label; numbers if the run stores none."""
+    content: dict[str, Any] = field(default_factory=dict)
+    """What config.json of the run says, or the file about its weights: `config`, `run_id`, `git_commit`, ..."""
+    missing_decoder: str | None = None
+    """Why latents are not decoded, if that would run code that the user did not name; then `to_pixels` refuses."""
+    folder: Path = OUTPUTS
+    """Where commands write their pictures and cards: the run directory, or `outputs/NAME`."""
 
     def __post_init__(self) -> None:
         if len(self.class_names) != self.num_classes:
             self.class_names = [str(label) for label in range(self.num_classes)]
+
+    @classmethod
+    def open(
+        cls,
+        place: Path,
+        *,
+        step: int | None = None,
+        weights: Literal["ema", "raw"] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        flags: Sequence[str] | Mapping[str, Any] = (),
+    ) -> TrainedModel:
+        """Load a run, a file that `torchditan export` wrote, or a shared model. Writes nothing.
+
+        Args:
+            place: the run directory, the file, a shared folder, `hub:owner/name` or the name of a shipped model. The
+                other arguments are those of `load`.
+
+        Raises:
+            ConfigError: it cannot be opened, or a flag is wrong.
+        """
+        name, path, digest = place.stem, place, None
+        if is_shared(place):
+            shared = open_shared(place)
+            name, path, digest = shared.name, shared.weights, shared.digest
+        elif not place.is_file() or place.suffix != ".safetensors":
+            return cls.load(place, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+        trained = cls.load_file(path, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+        run_id = OF_NO_RUN + (digest or sha256_of(path))[:8]
+        return replace(
+            trained, run_id=run_id, content={**trained.content, "run_id": run_id}, folder=_folder_of_no_run(name)
+        )
 
     @classmethod
     def load(
@@ -150,6 +193,9 @@ class TrainedModel:
             step=progress.step or 0,
             images_seen=progress.images_seen or 0,
             run_id=stored.get("run_id"),
+            content=stored,
+            folder=run,
+            missing_decoder=_why_not_decoded(config, flags),
             class_names=names_in(stored.get("class_names")),
             weights=weights,
             device=device,
@@ -187,6 +233,8 @@ class TrainedModel:
             partial(load_weights_file, path=path),
             step=stored.step,
             images_seen=stored.images_seen,
+            content={"config": stored.config, "git_commit": stored.git_commit},
+            missing_decoder=_why_not_decoded(config, flags),
             class_names=stored.class_names,
             weights=stored.weights,
             device=device,
@@ -251,7 +299,7 @@ class TrainedModel:
         """Samples of the model (..., C, H, W) -> pictures (..., 1 or 3, H', W'), on the CPU.
 
         Raises:
-            ConfigError: the decoder of the latents is not available, or is another one.
+            ConfigError: the decoder of the latents is not available, is another one, or runs code (`missing_decoder`).
         """
         return self.open_decoder()(samples)
 
@@ -259,6 +307,8 @@ class TrainedModel:
         """`to_pixels` for many batches: it opens the decoder once. Call it before slow work that ends in pictures."""
         if not self.is_latent:
             return lambda samples: samples
+        if self.missing_decoder is not None:
+            raise ConfigError(self.missing_decoder)
         decoder = open_decoder(self.config.autoencoder, channels=self.sample_shape[0], device=self.device)
         at_once = self.config.metrics.sample_batch_size
         return partial(decode_with, decoder, sample_dims=len(self.sample_shape), at_once=at_once)
@@ -487,16 +537,12 @@ def load(
     """
     folder = Path(run).expanduser()
     flags = _plain(options or {})
-    if is_shared(folder):
-        folder = open_shared(folder).weights
-    if folder.is_file():
-        return TrainedModel.load_file(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
     checkpoint = re.fullmatch(r"step-0*(\d+)", folder.name)
     if checkpoint and (folder.parent.parent / "config.json").is_file():
         if step is not None:
             raise option_error("step", step, f"{run} is the checkpoint of step {checkpoint[1]} already; leave it out")
         folder, step = folder.parent.parent, int(checkpoint[1])
-    return TrainedModel.load(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+    return TrainedModel.open(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
 
 
 def stored_spec(config: Config) -> ModelSpec:
@@ -505,6 +551,12 @@ def stored_spec(config: Config) -> ModelSpec:
     assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
     sample_shape = (channels, *size)
     return model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
+
+
+def _folder_of_no_run(name: str) -> Path:
+    """`outputs/NAME`, or `outputs/NAME-weights` if that is a run or a shared folder."""
+    folder = OUTPUTS / name
+    return folder.with_name(f"{name}-weights") if (folder / "config.json").exists() else folder
 
 
 def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
@@ -516,6 +568,13 @@ def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Con
     if stored.autoencoder.path == config.autoencoder.path == stored.model.path is not None:
         config = config.replace({"autoencoder.path": config.model.path})
     return config
+
+
+def _why_not_decoded(config: Config, flags: Sequence[str] | Mapping[str, Any]) -> str | None:
+    section = config.autoencoder
+    given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
+    is_named = "autoencoder.path" in given or ("autoencoder.name" in given and section.path is None)
+    return str(name_it(section)) if section.name is not None and runs_code(section.name) and not is_named else None
 
 
 def _check_weights(weights: object) -> None:

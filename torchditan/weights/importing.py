@@ -7,7 +7,6 @@ tensors must match the model of this configuration. imported_format.py creates s
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,11 +32,7 @@ from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, checked_config, key_of, read_weights_metadata
 from torchditan.weights.initial import refuse_other_model
 from torchditan.weights.safetensors_files import open_file
-from torchditan.weights.shared import SharedModel, is_shared, open_shared
 from torchditan.weights.trained_model import stored_spec
-
-MODELS = Path("outputs/models")
-"""Runs of shared models, in the working directory."""
 
 
 def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrite: bool = False) -> StoredWeights:
@@ -63,38 +58,6 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
     return stored
 
 
-def run_of(place: Path) -> Path:
-    """The run directory to draw from or to evaluate: `place` itself, or that of a shared model, which is imported once.
-
-    The run of a shared model is `outputs/models/NAME-<first digits of its weights' SHA-256>`. Ranks and commands that
-    import it at the same time end with the same run. One line says where it is.
-
-    Raises:
-        ConfigError: the shared model cannot be opened or imported.
-    """
-    if not is_shared(place):
-        return place
-    shared = open_shared(place)
-    run = MODELS / f"{shared.name}-{shared.digest[:8]}"
-    if not (run / "config.json").is_file():
-        try:
-            _import_shared(shared, run)
-        except ConfigError:
-            if not (run / "config.json").is_file():  # otherwise another process was first
-                raise
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{place} is opened as the run {run}", file=sys.stderr)
-    return run
-
-
-def _import_shared(shared: SharedModel, run: Path) -> None:
-    stored = read_weights_metadata(shared.weights)
-    config = _check_config(stored, [])
-    with open_file(shared.weights) as file:
-        tensors = {name: file.get_tensor(name) for name in stored.shapes}
-        create_run(run, stored, config, tensors, origin={"shared": shared.name}, replace=False)
-
-
 def create_run(
     run: Path,
     stored: StoredWeights,
@@ -103,7 +66,6 @@ def create_run(
     *,
     origin: Mapping[str, Any] = {},
     files: Mapping[str, str] = {},
-    replace: bool = True,
 ) -> None:
     """Create a run directory with these weights, completely or not at all.
 
@@ -114,15 +76,15 @@ def create_run(
         tensors: the weights, in the dtype to store.
         origin: what config.json says about the import, in addition to file, step and kind of weights.
         files: name -> text of further files in the directory.
-        replace: replace an existing run; otherwise the first of two processes wins.
 
     Raises:
         ConfigError: the weights do not match the model of the configuration, or `run` cannot be written.
     """
-    with torch.device("meta"):
-        model = stored_spec(config).build()
-    refuse_other_model(model, stored, [])
-    with new_folder(run, replace=replace) as partial:
+    if not config.lora.rank:  # a LoRA is stored without the model that it changes
+        with torch.device("meta"):
+            model = stored_spec(config).build()
+        refuse_other_model(model, stored, [])
+    with new_folder(run, replace=True) as partial:
         _write_run(partial, stored, config, tensors, origin)
         for name, text in files.items():
             write_file(partial / name, text.encode())
