@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 PORT = 29500
 DIES_WITH_US = ["setpriv", "--pdeathsig", "KILL"]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
