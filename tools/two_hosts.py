@@ -188,7 +188,7 @@ def play(name: str, folder: Path) -> None:
 
     Raises:
         AssertionError: a host did not behave as promised.
-        PermissionError, CalledProcessError: this machine permits no namespaces.
+        PermissionError: this machine permits no namespaces.
     """
     happen, names = SCENARIOS[name]
     with two_hosts(folder, names=names) as cluster:

@@ -211,10 +211,12 @@ def two_hosts(folder: Path, *, names: Sequence[str] = ("one", "two"), size: str 
     (folder / "site/sitecustomize.py").write_text(SITE)
     lines = [f"{address} {name}" for address, name in zip(ADDRESSES, names, strict=True)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-    cluster = Cluster(folder, size=size)
-    try:
-        for number, name in enumerate(names):
-            cluster.hosts.append(Host(cluster, number, name))
+    with contextlib.ExitStack() as stack:
+        try:
+            cluster = Cluster(folder, size=size)
+            stack.callback(cluster.close)
+            for number, name in enumerate(names):
+                cluster.hosts.append(Host(cluster, number, name))
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise PermissionError(f"this machine permits no network namespaces: {error}") from error
         yield cluster
-    finally:
-        cluster.close()

@@ -126,5 +126,5 @@ def test_five_kills_lose_nothing(tmp_path: Path) -> None:
 def test_two_hosts_train_on_as_if_nothing_had_happened(scenario: str, tmp_path: Path) -> None:
     try:
         two_hosts.play(scenario, tmp_path)
-    except (PermissionError, FileNotFoundError) as error:
-        pytest.skip(f"this machine permits no network namespaces: {error}")
+    except PermissionError as error:
+        pytest.skip(str(error))
