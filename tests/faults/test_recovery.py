@@ -124,7 +124,7 @@ sys.exit(run_job(train.main))
 def test_a_run_killed_in_any_mode_resumes_to_the_bit(
     world_size: int, replicate: int, context: int, async_mode: str, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
-    """`python tests/faults/kills.py` makes more kills, at random moments."""
+    """`python tools/kills.py` makes more kills, at random moments."""
     flags = [*SMALL, f"--job.dump_folder={tmp_path}", "--training.steps=8", "--training.global_batch_size=8"]
     flags += [f"--training.data_parallel_replicate_degree={replicate}", f"--checkpoint.async_mode={async_mode}"]
     flags += [f"--training.context_parallel_degree={context}", "--training.batch_size=2", "--checkpoint.interval=2"]

@@ -16,11 +16,12 @@ from torchditan.run.directory import STATES
 from torchditan.run.metrics import ALWAYS_KEYS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = sorted((REPOSITORY / "results").glob("*.md"))  # history: it keeps the names of its day
 PAGES = [path for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")) if path.exists()]
 SECTIONS = {option.split(".")[0] for option in options()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
@@ -39,7 +40,7 @@ def test_no_placeholder_is_left(page: Path) -> None:
     assert "@@" not in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
 def test_links_lead_to_headings(page: Path) -> None:
     links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
     missing = [
@@ -78,7 +79,7 @@ def test_training_commands_are_accepted(page: Path) -> None:
 
     extending.md adds names of its own first.
     """
-    others = ("LOG.md", "extending.md", "adding_a_model.md")
+    others = ("extending.md", "adding_a_model.md")
     commands = training_commands(page) if page.name not in others else []
     assert len(commands) > 5 or page.name != "README.md"
     for flags in commands:
@@ -87,7 +88,7 @@ def test_training_commands_are_accepted(page: Path) -> None:
 
 def test_one_process_is_started_with_python() -> None:
     """torchrun is for several ranks: after Ctrl-C it prints a traceback of its own."""
-    files = [page for page in PAGES if page.name not in ("README.md", "LOG.md")]
+    files = [page for page in PAGES if page.name != "README.md"]
     files += (REPOSITORY / "train_configs").rglob("*.toml")
     wrong = [file.name for file in files if re.search(r"torchrun (?:train|scripts)", file.read_text(encoding="utf-8"))]
     assert wrong == []
@@ -119,8 +120,7 @@ def test_the_training_step_names_functions_that_exist() -> None:
 
 
 def test_the_tests_that_pages_name_exist() -> None:
-    """docs/LOG.md is history: it keeps the names of its day."""
-    pages = [*(page for page in PAGES if page.name != "LOG.md"), REPOSITORY / "CONTRIBUTING.md"]
+    pages = [*PAGES, REPOSITORY / "CONTRIBUTING.md"]
     named = {name for page in pages for name in re.findall(r"tests/[\w/]+\.py", page.read_text(encoding="utf-8"))}
     assert named
     assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""speedrun/copy_thresholds.py divides the world as the data set does. Its numbers were measured once (docs/LOG.md)."""
+"""speedrun/copy_thresholds.py divides the world as the data set does. Measured once: results/speedrun.md."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def keep_freed_memory() -> bool:
     """Configure glibc to reuse large freed blocks instead of returning them to the system.
 
     By default glibc returns a freed block of more than 32 MiB. The next allocation maps it again, with a page fault
-    for every 4 KiB: a tenth of a float32 step of DiT-S/2, and a sixth of drawing with it (docs/LOG.md).
+    for every 4 KiB: a tenth of a float32 step of DiT-S/2, and a sixth of drawing with it (results/cpu_speed.md).
 
     Returns:
         Whether the C library accepted the settings. Only glibc has them.

@@ -2,9 +2,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Change files at random and open them as a user would. Nothing may run, leak, crash or fill the memory.
 
-python tests/faults/fuzz.py --minutes 10 --out outputs/fuzz
-python tests/faults/fuzz.py --only npz tar --minutes 1 --seed 7
-python tests/faults/fuzz.py --only npz --case 1234 --keep /tmp/case
+python tools/fuzz.py --minutes 10 --out outputs/fuzz
+python tools/fuzz.py --only npz tar --minutes 1 --seed 7
+python tools/fuzz.py --only npz --case 1234 --keep /tmp/case
 
 A case is a function of (kind, seed, number). `--case` repeats one and prints what happened; `--keep` leaves its files.
 The changes that a finding does not need are left out. Results are in `report.md` and `report.json`.
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuzz_cases import Kind, Opener, Outcome, steps_of
 from fuzz_kinds import KINDS
@@ -81,7 +81,7 @@ def fuzz(kind: Kind, *, seed: int, seconds: float, most: int | None = None, out:
 def _finding(opener: Opener, outcome: Outcome, steps: list[int], *, seed: int, number: int) -> dict[str, Any]:
     smallest = opener.smallest(steps, outcome) if len(steps) > 1 else steps
     repeated = opener.open(smallest)
-    command = f"python tests/faults/fuzz.py --only {opener.kind.name} --seed {seed} --case {number}"
+    command = f"python tools/fuzz.py --only {opener.kind.name} --seed {seed} --case {number}"
     return {"count": 1, "command": command, "steps": smallest, **(repeated if repeated.is_found else outcome)._asdict()}
 
 

@@ -2,7 +2,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Kill small runs at random moments and restart them, until so many kills were made; check what came of each run.
 
-python tests/faults/kills.py --kills 200
+python tools/kills.py --kills 200
 
 Each run is hit two to six times by SIGKILL or SIGTERM (the launcher, one rank, or every process) and restarted each
 time with the same command. Then it is compared with a run that was never stopped. In about 4 of 10 runs the mode and
@@ -32,8 +32,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import forked_scripts
 from kills_attempts import REFERENCE_FLAGS, Attempt, RunFailedError, finish, launch, strike

@@ -60,7 +60,7 @@ class Results:
     def write_report(self) -> str:
         versions = {"python": platform.python_version(), **provenance.versions("torch", "torchditan")}
         where = {
-            "command": f"python tests/faults/kills.py --kills {self.num_kills} --seed {self.seed}",
+            "command": f"python tools/kills.py --kills {self.num_kills} --seed {self.seed}",
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
             "commit": provenance.git_commit(),

@@ -34,7 +34,7 @@ from torchditan.supervision.parent_death import die_with_parent
 if TYPE_CHECKING:
     from torchditan.run.training_progress import Progress
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS = 20
 KEEP_LATEST_K = 2
 SAMPLE_FREQ = 7

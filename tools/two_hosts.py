@@ -1,26 +1,33 @@
+#!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Two hosts lose a disk, a host, the link between them and the right time, and train on as if nothing had happened."""
+"""Two hosts lose a disk, a host, the link between them and the right time, and train on as if nothing had happened.
+
+python tools/two_hosts.py [cut_link]
+
+Needs root on Linux (two_hosts_cluster.py builds the hosts). Each scenario runs two ranks and takes a minute or two.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-from test_launch import wait_for
-from two_hosts import Cluster, Host, two_hosts
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from two_hosts_cluster import Cluster, Host, two_hosts
 
 from torchditan.checkpoint.loading import latest_checkpoint, read_numbers, read_state
 from torchditan.run.reading import read_config, read_metrics, read_status
 
-pytestmark = pytest.mark.nightly
-
-TRAINER = Path(__file__).resolve().parents[2] / "train.py"
+TRAINER = Path(__file__).resolve().parents[1] / "train.py"
 STEPS = 60
 TIMEOUT_S = 5
 FLAGS = [
@@ -45,28 +52,15 @@ FLAGS = [
 ]
 QUICK = "last_call_timeout=2,keep_alive_interval=1"
 PATIENCE_S = 240.0
-"""How long a test waits for one thing: other jobs may share the cores."""
+"""How long a scenario waits for one thing: other jobs may share the cores."""
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train_alone(folder: Path) -> Path:
     """The run on one process that nothing happens to."""
-    folder = tmp_path_factory.mktemp("reference")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(TRAINER), *FLAGS, f"--job.dump_folder={folder}"]
     subprocess.run(command, check=True, capture_output=True, env=environment)
     return folder / "run"
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Two hosts whose names are the parameter of the fixture, or one and two."""
-    with ExitStack() as stack:
-        try:
-            cluster = stack.enter_context(two_hosts(tmp_path, names=getattr(request, "param", ("one", "two"))))
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"this machine permits no network namespaces: {error}")
-        yield cluster
 
 
 def launch(host: Host, **variables: str) -> subprocess.Popen[bytes]:
@@ -92,8 +86,11 @@ def reason_of(cluster: Cluster) -> str | None:
     return status["reason"] if status.get("state") == "error" else None
 
 
-def wait_long(condition: Any) -> None:
-    wait_for(condition, seconds=PATIENCE_S)
+def wait_for(condition: Any, *, seconds: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
 
 
 def assert_as_if_nothing_happened(run: Path, reference: Path) -> None:
@@ -101,7 +98,8 @@ def assert_as_if_nothing_happened(run: Path, reference: Path) -> None:
     records, expected = read_metrics(run), read_metrics(reference)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert [record["images_seen"] for record in records] == [record["images_seen"] for record in expected]
-    assert [record["loss"] for record in records] == pytest.approx([record["loss"] for record in expected], rel=1e-5)
+    losses, expected_losses = (torch.tensor([record["loss"] for record in run]) for run in (records, expected))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0)
     status = read_status(run)
     assert status is not None
     assert (status["state"], status["step"]) == ("completed", STEPS)
@@ -119,36 +117,36 @@ def ends_of(launches: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     return [process.wait(timeout=PATIENCE_S) for process in launches]
 
 
-def test_a_full_disk_and_a_lost_host_cost_a_checkpoint_and_some_seconds(cluster: Cluster, reference: Path) -> None:
+def full_disk_and_lost_host(cluster: Cluster, reference: Path) -> None:
+    """They cost a checkpoint and some seconds."""
     one, two = cluster.hosts
     elastic = {"NNODES": "1:2", "MAX_RESTARTS": "1", "RDZV_CONF": QUICK}
     cluster.set_pace(0.04)
     launches = [launch(host, **elastic) for host in cluster.hosts]
-    wait_long(lambda: latest_checkpoint(run_of(cluster) / "checkpoint"))
+    wait_for(lambda: latest_checkpoint(run_of(cluster) / "checkpoint"))
     first = latest_checkpoint(run_of(cluster) / "checkpoint")
     with cluster.full_disk():
-        wait_long(lambda: "no checkpoint of step 20: No space left on device" in one.log.read_text())
+        wait_for(lambda: "no checkpoint of step 20: No space left on device" in one.log.read_text())
         assert latest_checkpoint(run_of(cluster) / "checkpoint") == first
-    wait_long(lambda: last_step(cluster) > 20)
+    wait_for(lambda: last_step(cluster) > 20)
 
     launches[1].kill()
     cluster.set_pace(0.3)  # the host must be back before the last step
-    wait_long(lambda: num_ranks(cluster) == 1)
+    wait_for(lambda: num_ranks(cluster) == 1)
     assert "lost rank 1: " in one.log.read_text()
     launches[1] = launch(two, **elastic)
-    wait_long(lambda: num_ranks(cluster) == 2)
+    wait_for(lambda: num_ranks(cluster) == 2)
     cluster.set_pace(None)
     assert ends_of(launches) == [0, 0]
     assert_as_if_nothing_happened(run_of(cluster), reference)
 
 
-# torchrun numbers hosts by name, so rank 0 is on the host that is cut off.
-@pytest.mark.parametrize("cluster", [("two", "one")], indirect=True)
-def test_a_cut_link_is_named_and_two_fixed_hosts_wait_for_each_other(cluster: Cluster, reference: Path) -> None:
+def cut_link(cluster: Cluster, reference: Path) -> None:
+    """Each host names the other, and the two fixed hosts wait for each other."""
     cluster.set_pace(0.04)
     fixed = {"NNODES": "2", "MAX_RESTARTS": "1", "RDZV_CONF": f"{QUICK},read_timeout=600"}
     launches = [launch(host, **fixed) for host in cluster.hosts]
-    wait_long(lambda: last_step(cluster) > 10)
+    wait_for(lambda: last_step(cluster) > 10)
     cluster.hosts[1].cut()
     wait_for(lambda: reason_of(cluster), seconds=TIMEOUT_S + 30)
     lost = reason_of(cluster)
@@ -165,14 +163,40 @@ def test_a_cut_link_is_named_and_two_fixed_hosts_wait_for_each_other(cluster: Cl
     assert_as_if_nothing_happened(run_of(cluster), reference)
 
 
-def test_a_host_whose_clock_is_an_hour_behind_is_left_out_and_changes_nothing(
-    cluster: Cluster, reference: Path
-) -> None:
+def wrong_clock(cluster: Cluster, reference: Path) -> None:
+    """A host whose clock is an hour behind is left out and changes nothing."""
     cluster.hosts[1].clock_off_s = -3600
     cluster.set_pace(0.02)
     launches = [launch(host, NNODES="1:2", RDZV_CONF=QUICK) for host in cluster.hosts]
-    wait_long(lambda: last_step(cluster) > 0)
+    wait_for(lambda: last_step(cluster) > 0)
     assert num_ranks(cluster) == 1
     cluster.set_pace(None)
     assert launches[0].wait(timeout=PATIENCE_S) == 0
     assert_as_if_nothing_happened(run_of(cluster), reference)
+
+
+SCENARIOS = {
+    "full_disk_and_lost_host": (full_disk_and_lost_host, ("one", "two")),
+    "cut_link": (cut_link, ("two", "one")),  # torchrun numbers hosts by name: rank 0 is on the host that is cut off
+    "wrong_clock": (wrong_clock, ("one", "two")),
+}
+"""What happens to the hosts, and their names."""
+
+
+def play(name: str, folder: Path) -> None:
+    """Build two hosts in `folder`, let the scenario happen, and compare with an uninterrupted run.
+
+    Raises:
+        AssertionError: a host did not behave as promised.
+        PermissionError: this machine permits no namespaces.
+    """
+    happen, names = SCENARIOS[name]
+    with two_hosts(folder, names=names) as cluster:
+        happen(cluster, train_alone(folder / "reference"))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or SCENARIOS:
+        with tempfile.TemporaryDirectory() as temporary:
+            play(name, Path(temporary))
+        print(f"{name}: as promised", flush=True)

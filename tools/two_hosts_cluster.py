@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 PORT = 29500
 DIES_WITH_US = ["setpriv", "--pdeathsig", "KILL"]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -211,10 +211,12 @@ def two_hosts(folder: Path, *, names: Sequence[str] = ("one", "two"), size: str 
     (folder / "site/sitecustomize.py").write_text(SITE)
     lines = [f"{address} {name}" for address, name in zip(ADDRESSES, names, strict=True)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-    cluster = Cluster(folder, size=size)
-    try:
-        for number, name in enumerate(names):
-            cluster.hosts.append(Host(cluster, number, name))
+    with contextlib.ExitStack() as stack:
+        try:
+            cluster = Cluster(folder, size=size)
+            stack.callback(cluster.close)
+            for number, name in enumerate(names):
+                cluster.hosts.append(Host(cluster, number, name))
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise PermissionError(f"this machine permits no network namespaces: {error}") from error
         yield cluster
-    finally:
-        cluster.close()

@@ -59,7 +59,7 @@ from torchditan.weights.share import share_model
 from torchditan.weights.shared import is_shared
 from torchditan.weights.trained_model import TrainedModel
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 _FLAGS = (
     *("--training.steps=2", "--metrics.enable_sampling", "--metrics.sample_freq=1", "--sampling.num_steps=1"),
