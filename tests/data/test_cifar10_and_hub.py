@@ -41,8 +41,8 @@ def write_binary(path: Path, chosen: slice) -> None:
     path.write_bytes(np.concatenate([np.array(LABELS, np.uint8)[chosen, None], planes], axis=1).tobytes())
 
 
-@pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin"])
-def test_binary_files_are_read_in_order(tmp_path: Path, folder: str) -> None:
+def test_binary_files_are_read_in_order(tmp_path: Path) -> None:
+    folder = "cifar-10-batches-bin"  # other tests have them in the folder itself
     write_binary(tmp_path / folder / "data_batch_1.bin", slice(0, 3))
     write_binary(tmp_path / folder / "data_batch_2.bin", slice(3, 5))
     write_binary(tmp_path / folder / "test_batch.bin", slice(5, 7))
@@ -253,23 +253,22 @@ def test_unlabelled_streams_have_no_labels(hub: Path) -> None:
     assert set(next(iter(stream.iterate(rank=0, world_size=1)))) == {"sample", "skipped"}
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 8, 15])
+@pytest.mark.parametrize("stop", [1, 15])
 def test_a_stream_resumes_at_the_next_row(hub: Path, stop: int) -> None:
     shard = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
     whole = draw(open_hub(hub, streaming=True).iterate(rank=0, world_size=1), 25)
-    assert draw(shard, stop) == whole[:stop] if stop else True
+    assert draw(shard, stop) == whole[:stop]
     resumed = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
     resumed.load_state_dict(shard.state_dict())
     assert draw(resumed, 25 - stop) == whole[stop:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stateful_loader_resumes_a_stream(hub: Path, num_workers: int) -> None:
+def test_a_stateful_loader_with_workers_resumes_a_stream(hub: Path) -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def open_loader() -> Any:
         shard = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
-        return loaders.StatefulDataLoader(shard, batch_size=2, num_workers=num_workers)
+        return loaders.StatefulDataLoader(shard, batch_size=2, num_workers=2)
 
     def batches(loader: Any, count: int) -> list[bytes]:
         return [batch["sample"].numpy().tobytes() for batch, _ in zip(loader, range(count), strict=False)]

@@ -152,16 +152,6 @@ def test_a_folder_may_be_one_split_alone(root: Path) -> None:
     refuse("has no validation latents; encode them with --split validation", root / "train", "validation")
 
 
-def test_without_labels_items_and_batches_have_none(root: Path) -> None:
-    dataset = open_latents(root, num_classes=0)
-    assert dataset.class_names == [] and set(dataset[0]) == {"sample"}
-    assert set(dataset.read_batch(np.array([0]), np.array([False]))) == {"latent"}
-
-
-def test_more_classes_than_the_latents_have_are_named(root: Path) -> None:
-    assert open_latents(root, num_classes=4).class_names[3] == "class 3"
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path, num_workers: int) -> None:
     def read(rank: int, world_size: int, num_workers: int) -> list[dict[str, torch.Tensor]]:

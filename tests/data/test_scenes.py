@@ -31,7 +31,6 @@ from torchditan.datasets.scenes import (
     Scene,
     _extents,
     coverage,
-    draw_objects,
 )
 from torchditan.distributed.process_group import Rank
 from torchditan.finetune.captions.dataset import open_captions
@@ -97,9 +96,8 @@ def test_a_caption_is_read_back() -> None:
 
 
 OTHERS = [
-    *("", "a dog", "an red circle", "a orange circle", "a red circles", "two red circle", "four red circles"),
-    *("a red circle above", "a red circle on a blue square", "a red circle above a blue square above a red square"),
-    *("there is two red circles", "a tiny red circle", "a red circle."),
+    *("", "a dog", "an red circle", "two red circle", "four red circles", "a red circle above"),
+    *("a red circle above a blue square above a red square", "there is two red circles", "a red circle."),
 ]
 
 
@@ -180,11 +178,6 @@ def test_coverage_has_the_area_and_the_centroid(shape: str, pixels: int) -> None
     assert half.sum() * (WIDTH / pixels) ** 2 == pytest.approx(30, rel=0.05)
 
 
-def test_a_picture_has_its_colours_on_grey() -> None:
-    picture = draw_objects([Object("red", "square", 60.0, 10.0, 10.0)], grey=200.0, pixels=32)
-    assert picture[10, 10].tolist() == list(COLOURS["red"]) and picture[25, 25].tolist() == [200] * 3
-
-
 def test_the_stream_shuffles_without_a_list_of_all_samples() -> None:
     tracemalloc.start()
     stream = OrderedDataset(
@@ -248,18 +241,6 @@ def test_the_longest_caption_fits_into_the_shipped_configuration(tmp_path: Path)
     assert Scene.parse(longest).caption == longest
     assert encode([longest])["prompt_attention_mask"].sum() == length
     assert any(Scene.parse(prompt).is_held_out for prompt in config.sampling.prompts)
-
-
-def test_every_caption_fits_into_24_tokens(tmp_path: Path) -> None:
-    pytest.importorskip("wordllama")
-    config = load_config(["--text_encoder.max_length=25"])
-    encode = find_text_encoder(config, memory=tmp_path).open(CPU)
-    longest = [
-        Scene((Group(2, "large", c, s), Group(1, "small", d, t)), "right of", w)
-        for c, s, d, t, w in itertools.product(COLOURS, SHAPES, list(COLOURS)[:1], SHAPES, range(10))
-        if (c, s) != (d, t)
-    ]
-    assert encode([scene.caption for scene in longest])["prompt_attention_mask"].sum(1).max() <= 24
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from refusals import refused
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
-from torchditan.datasets.splits import Division, part_of, part_of_file
+from torchditan.datasets.splits import part_of, part_of_file
 
 Files = dict[str, "bytes | str"]
 
@@ -343,9 +343,3 @@ def test_a_folder_of_what_cannot_be_read_says_what_is_there(tmp_path: Path) -> N
     for name in ("folder", "captions"):
         with pytest.raises(ConfigError, match=r"2 \.xyz"):
             opened(tmp_path, name)
-
-
-def test_a_division_of_many_folders_is_fast() -> None:
-    folders = [(f"class{n}", split) for n in range(300) for split in ("train", "val")]
-    division = Division(folders, has_classes=True)
-    assert division.place(("class7", "val")) == ("validation", ("class7",))

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import tiny_runs
-import torch
 from PIL import Image
 from refusals import assert_refused, refused
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CorruptImageError, read_image
-from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import build_dataset, tars
 from torchditan.datasets.tars import RemoteFile, expand_braces, find_shards
 from torchditan.run.reading import read_metrics
@@ -130,12 +127,6 @@ def test_labels_in_json_and_none_at_all(tmp_path: Path) -> None:
         assert bare.class_names == [] and set(bare[0]) == {"sample"}
 
 
-def test_cls_takes_precedence_over_json(tmp_path: Path) -> None:
-    write_tar(tmp_path / "train" / "a.tar", {"a.json": '{"label": 0}', "a.png": encode(1), "a.cls": "1\n"})
-    write_held_out(tmp_path)
-    assert open_tars(tmp_path)[0]["class_label"] == 1
-
-
 def test_the_index_is_built_once_and_only_a_changed_shard_is_read_again(tmp_path: Path, read: list[str]) -> None:
     root, cache = write_shards(tmp_path / "tars", num_shards=3), tmp_path / "cache"
     first = open_tars(root, cache=cache)
@@ -229,16 +220,6 @@ def test_what_is_damaged_or_missing_keeps_its_number(named: str, files: Files, t
     assert (item["place"], list(item["skipped"])) == (0, [1])
 
 
-def test_damage_is_of_the_same_image_in_each_split(tmp_path: Path) -> None:
-    files: Files = {f"{n}.png": encode(n) if n % 5 else b"no" for n in range(200)}
-    write_tar(tmp_path / "a.tar", files)
-    for split in ("train", "validation"):
-        dataset = open_tars(tmp_path, split)
-        ((_, damages),) = dataset.check_files(tmp_path)
-        broken = [index for index, name in enumerate(names(dataset)) if int(name.split("/")[1].split(".")[0]) % 5 == 0]
-        assert list(damages) == broken and len(dataset) == (196 if split == "train" else 4)
-
-
 def test_the_missing_end_of_a_shard_is_found_wherever_it_was_cut(tmp_path: Path) -> None:
     def shard_of(data: bytes) -> tars.Shard:
         (tmp_path / "cut.tar").write_bytes(data)
@@ -261,23 +242,10 @@ def test_the_missing_end_of_a_shard_is_found_wherever_it_was_cut(tmp_path: Path)
     assert str(shard_of(b"").damage).startswith("not a readable, uncompressed tar")
 
 
-def test_a_limit_of_blocks_needs_an_address(tmp_path: Path) -> None:
-    write_shards(tmp_path)
-    with refused("dataset.remote_cache_gib = 1.0", "dataset.root_dir"):
-        open_tars(tmp_path, remote_cache_gib=1.0)
-
-
 def test_two_images_of_one_key_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"a.png": encode(1), "a.jpg": encode(2, suffix=".jpg")})
     with refused(f'dataset.root_dir = "{tmp_path}/a.tar"', "a.tar/a.png", "a.tar/a.jpg"):
         open_tars(tmp_path)
-
-
-def test_folders_without_shards_are_refused(tmp_path: Path) -> None:
-    with refused(f'dataset.root_dir = "{tmp_path}"', ".tar"):
-        open_tars(tmp_path)
-    with refused(f'dataset.root_dir = "{tmp_path}/none"', "exist"):
-        open_tars(tmp_path / "none")
 
 
 def open_captions(root: Path | str, split: Any = "train", **options: Any) -> Any:
@@ -361,35 +329,6 @@ def test_blocks_stay_below_their_limit(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").write_bytes(data[:5000])
     with refused(f'dataset.root_dir = "file://{tmp_path}/file"', "changed"):
         file.read_at(7500, 10)
-
-
-def batches(dataset: Any, *, rank: int, world_size: int, position: int, steps: int) -> list[Any]:
-    plan = BatchPlan(batch_size=8 // world_size, global_batch_size=8, rank=rank, world_size=world_size)
-    stream = TrainingStream(
-        dataset,
-        plan=plan,
-        seed=0,
-        num_classes=len(dataset.class_names),
-        horizontal_flip=None,
-        corrupt_images="error",
-        num_workers=0,
-        prefetch_factor=1,
-        pin_memory=False,
-    )
-    found = stream.batches(position)
-    return [next(found)[0] for _ in range(steps)]
-
-
-def test_any_number_of_ranks_continues_with_the_same_images(tmp_path: Path) -> None:
-    write_shards(tmp_path, num_shards=5, per_shard=10)
-    dataset = open_tars(tmp_path, cache=tmp_path / "cache")
-    alone = batches(dataset, rank=0, world_size=1, position=0, steps=6)[3:]
-    for world_size in (2, 4):
-        reopened = open_tars(tmp_path, cache=tmp_path / "cache")
-        ranks = [batches(reopened, rank=r, world_size=world_size, position=24, steps=3) for r in range(world_size)]
-        for whole, parts in zip(alone, zip(*ranks, strict=True), strict=True):
-            for key in ("index", "sample", "class_label"):
-                assert torch.equal(torch.cat([part[key] for part in parts]), whole[key])
 
 
 KILLED = """

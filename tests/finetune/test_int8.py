@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ pytest.importorskip("peft")
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.compilation import compile_model
-from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.distributed.parallelize import parallelize
 from torchditan.finetune.int8 import Int8Linear, base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import add_lora, init_lora, lora_parameters
 
@@ -49,8 +47,7 @@ def test_a_row_of_zeros_stays_one() -> None:
     assert scale.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_forward_and_backward_are_those_of_the_dequantised_layer(dtype: torch.dtype, bias: bool) -> None:
     linear = nn.Linear(64, 48, bias=bias, dtype=dtype)
     layer = Int8Linear.from_linear(linear)
@@ -157,27 +154,17 @@ def train(model: Any, inputs: Any, *, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("build", "inputs"), [(tiny_flux, flux_inputs), (tiny_sd3, sd3_inputs)])
-def test_int8_trains_as_bfloat16_does(build: Any, inputs: Any) -> None:
-    state = seeded(build).state_dict()
+def test_int8_trains_as_bfloat16_does() -> None:
+    state = seeded(tiny_flux).state_dict()
     curves = {}
     for base in ("bfloat16", "int8"):
-        model = build_lora(build, base=base, state=state).to(torch.bfloat16)  # as FSDP computes
+        model = build_lora(tiny_flux, base=base, state=state).to(torch.bfloat16)  # as FSDP computes
         for _, parameter in lora_parameters(model):
             parameter.data = parameter.data.float()
-        curves[base] = train(model, inputs(dtype=torch.bfloat16), steps=50)
+        curves[base] = train(model, flux_inputs(dtype=torch.bfloat16), steps=50)
     assert curves["int8"][-1] < 0.9 * curves["int8"][0]
     for int8, bfloat16 in zip(curves["int8"], curves["bfloat16"], strict=True):
         assert int8 == pytest.approx(bfloat16, rel=0.02)
-
-
-def test_a_state_dict_round_trips() -> None:
-    state = seeded(tiny_flux).state_dict()
-    model = build_lora(tiny_flux, base="int8", state=state)
-    other = build_lora(tiny_flux, base="int8", state={name: torch.zeros_like(value) for name, value in state.items()})
-    other.load_state_dict(copy.deepcopy(model.state_dict()))
-    inputs = flux_inputs(dtype=torch.bfloat16)
-    assert torch.equal(predict(other, inputs), predict(model, inputs))
 
 
 @pytest.mark.parametrize("mode", ["full", "op"])
@@ -195,17 +182,6 @@ def test_recomputed_activations_change_no_gradient(mode: str) -> None:
         predict(model, flux_inputs(dtype=torch.bfloat16)).float().square().mean().backward()
         gradients.append([parameter.grad for _, parameter in lora_parameters(model)])
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
-
-
-@pytest.mark.nightly
-def test_blocks_compile_into_one_graph_each() -> None:
-    state = seeded(tiny_flux).state_dict()
-    models = [build_lora(tiny_flux, base="int8", state=state) for _ in range(2)]
-    for blocks in (models[1].transformer_blocks, models[1].single_transformer_blocks):
-        compile_model(nn.Identity(), blocks=blocks, options=CompileOptions())
-    curves = [train(model, flux_inputs(dtype=torch.bfloat16), steps=3) for model in models]
-    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
-    assert curves[1] != [curves[1][0]] * 3
 
 
 def train_on_ranks(rank: int, world_size: int, folder: str) -> None:

@@ -34,7 +34,6 @@ from torchditan.finetune.lora import (
     init_lora,
     load_assistant,
     lora_parameters,
-    set_active_adapters,
     without_assistant,
 )
 from torchditan.finetune.lora_export import export_lora
@@ -127,8 +126,6 @@ def test_patterns_are_ends_of_names_or_whole_regular_expressions() -> None:
     ("patterns", "message"),
     [
         (["to_q", "to_qq"], 'lora.target_modules = "to_qq": matches no linear layer; their names end in add_k_proj, '),
-        (["norm_q"], "add_q_proj, .*to_add_out, to_k, to_out.0, to_q, to_v, x_embedder"),
-        (["q"], "matches no linear layer"),
         (["to_(q"], r'lora.target_modules = "to_\(q": is not a valid regular expression'),
         ([], r"lora.target_modules = \[\]: must name at least one layer"),
     ],
@@ -170,15 +167,6 @@ def test_alpha_over_rank_scales_the_update() -> None:
     assert torch.allclose(layer(x), layer.base_layer(x) + 1.5 * update, atol=1e-6)
 
 
-def test_switching_adapters_leaves_what_is_trainable() -> None:
-    model = with_lora(tiny_flux)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for names in ([], ["default"], ["default", "assistant"], []):
-        set_active_adapters(model, names)
-        assert active_adapters(model) == names
-        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trainable
-
-
 def assistant_file(build: Any, path: Path, *, rank: int = 2, alpha: float = 3.0, **options: Any) -> Any:
     """A LoRA file of other layers, rank and alpha than the trained one; returns the model that it came from."""
     teacher = with_lora(build, rank=rank, alpha=alpha, targets=("to_v", "attn.to_out.0", "ff.net.2"))
@@ -218,23 +206,6 @@ def test_an_assistant_acts_in_training_only_and_never_changes(
         assert torch.equal(predict(model, inputs()), predict(alone, inputs()))
     assert torch.equal(predict(model, inputs()), with_both)
     assert not torch.allclose(with_both, predict(alone, inputs()), atol=1e-4)
-
-
-def test_an_assistant_is_added_on_meta_and_filled_afterwards(tmp_path: Path) -> None:
-    teacher = assistant_file(tiny_flux, tmp_path / "assistant.safetensors")
-    state = seeded(tiny_flux).state_dict()
-    with torch.device("meta"):
-        model = tiny_flux()
-    quantize_base(model, blocks_of(model), base="float32")
-    add_lora(model, rank=4, alpha=4, target_modules=["to_q"])
-    weights = load_assistant(model, tmp_path / "assistant.safetensors")
-    assert all(parameter.is_meta for parameter in model.parameters())
-    model.to_empty(device="cpu")
-    for name in base_names(model):
-        fill_parameter(model, name, state[name])
-    init_lora(model, seed=0)
-    fill_adapter(model, weights)
-    assert torch.allclose(predict(model, flux_inputs()), predict(teacher, flux_inputs()), atol=1e-5)
 
 
 def test_a_sharded_recomputing_int8_model_switches_its_assistant(tmp_path: Path) -> None:
@@ -292,11 +263,10 @@ class CastByAutograd(torch.nn.Module):
         return torch.func.functional_call(self.model, copies, kwargs=inputs)
 
 
-@pytest.mark.parametrize(("base", "checkpointing"), [("bfloat16", "none"), ("int8", "full")])
-def test_one_process_copies_no_frozen_weight_that_needs_no_cast(base: Any, checkpointing: Any) -> None:
+def test_one_process_copies_no_frozen_weight_that_needs_no_cast() -> None:
     def built() -> Any:
         model = seeded(tiny_flux)
-        quantize_base(model, blocks_of(model), base=base)
+        quantize_base(model, blocks_of(model), base="int8")
         add_lora(model, rank=4, alpha=4, target_modules=["to_q", "to_v"])
         init_lora(model, seed=0)
         return model
@@ -315,11 +285,11 @@ def test_one_process_copies_no_frozen_weight_that_needs_no_cast(base: Any, check
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         blocks, mesh = torch.nn.ModuleList(blocks_of(model)), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-        parallelize(model, blocks=blocks, mesh=mesh, activation_checkpoint=checkpointing, param_dtype=torch.bfloat16)
+        parallelize(model, blocks=blocks, mesh=mesh, activation_checkpoint="full", param_dtype=torch.bfloat16)
         assert train(model, flux_inputs(dtype=torch.bfloat16), steps=5) == expected
     finally:
         dist.destroy_process_group()
-    assert {name.rpartition(".")[2] for name in copied} == ({"scale"} if base == "int8" else set())
+    assert {name.rpartition(".")[2] for name in copied} == {"scale"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.finetune.published import family
-from torchditan.finetune.published.flux import exponential_shift, pack, unpack
+from torchditan.finetune.published.flux import pack, unpack
 from torchditan.finetune.published.wan import first_frame_condition
 
 diffusers = pytest.importorskip("diffusers")
@@ -313,21 +313,3 @@ def test_samples_are_drawn_at_the_noise_levels_of_the_pipeline(name, flavor, opt
     scheduler.set_timesteps(sigmas=EVEN, mu=mu)
     ours = torch.tensor([1 - t for t in Timesteps(kind="uniform", shift=spec.timestep_shift).grid(28)])
     assert (scheduler.sigmas - ours).abs().max() < 1e-6
-
-
-def test_exponential_shift_at_its_ends():
-    assert exponential_shift(256) == pytest.approx(2.718281828**0.5)
-    assert exponential_shift(4096) == pytest.approx(2.718281828**1.15)
-
-
-def test_where_a_pipeline_visits_other_noise_levels_than_even_steps_shifted():
-    """SD3's last step is from the smallest noise level there is, and Wan's steps are even down to 0.001."""
-    ours = torch.tensor([1 - t for t in Timesteps(kind="uniform", shift=3.0).grid(28)])
-    sd3 = euler(shift=3.0)
-    sd3.set_timesteps(28)
-    assert (sd3.sigmas[0], ours[0]) == (1, 1)
-    assert sd3.sigmas[27] < 0.01 and ours[27] == pytest.approx(0.1)
-    wan = unipc(3.0)
-    wan.set_timesteps(28)
-    assert 0.002 < (wan.sigmas - ours).abs().max() < 0.003
-    assert wan.timesteps[1] == 987 and wan.sigmas[1] > 0.9877

@@ -39,10 +39,6 @@ def whole_t5() -> tuple[Any, Any, Callable[[Any], Any]]:
     return model, tiny_pipelines.t5_tokenizer(), lambda model: model.encoder
 
 
-def text_model_of_clip() -> tuple[Any, Any, Callable[[Any], Any]]:
-    return tiny_pipelines.clip(16, projects=False), tiny_pipelines.clip_tokenizer(), lambda model: model
-
-
 def whole_clip() -> tuple[Any, Any, Callable[[Any], Any]]:
     from transformers import CLIPConfig, CLIPModel
 
@@ -73,7 +69,7 @@ def t5gemma() -> tuple[Any, Any, Callable[[Any], Any]]:
     return model, tiny_pipelines.t5_tokenizer(), lambda model: model.model.encoder
 
 
-ENCODERS = [whole_t5, text_model_of_clip, whole_clip, qwen3, t5gemma]
+ENCODERS = [whole_t5, whole_clip, qwen3, t5gemma]
 
 
 def encode(captions: list[str], *flags: str, memory: Path) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from safetensors.torch import load, save, save_file
 
 from torchditan.config.errors import ConfigError
 from torchditan.latents import index as latent_index
-from torchditan.latents.index import Encoding, LatentIndex, fingerprint_of, index_from_json, index_to_json, read_index
+from torchditan.latents.index import Encoding, LatentIndex, index_to_json
 from torchditan.latents.shards import LatentShards, to_sample, verify
 from torchditan.latents.writer import LatentWriter, Shard, shard_file
 
@@ -104,11 +104,6 @@ def test_any_batch_is_read_as_it_was_written(tmp_path: Path, dtype: str, shard_f
     if dtype == "int8":
         owners = np.repeat([0, 2, 3], [4, 3, 4])[indices]
         assert torch.equal(read["latent_scale"], torch.stack([written[owner]["scale"] for owner in owners]))
-
-
-def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
-    write(tmp_path, [make(4, 0)])
-    assert set(LatentShards.open(tmp_path).read(np.arange(4), np.zeros(4, dtype=bool))) == {"latent"}
 
 
 def test_statistics_are_those_of_the_latents_as_they_are_read(tmp_path: Path) -> None:
@@ -252,15 +247,6 @@ def test_the_public_file_is_read_as_it_is(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(index.std).double(), values.std(1, correction=0), atol=1e-6, rtol=1e-5)
 
 
-def test_statistics_of_the_public_file_come_from_evenly_spaced_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchditan.latents.shards._PUBLIC_SAMPLES", 3)
-    latents = torch.arange(7, dtype=torch.int8).reshape(7, 1, 1, 1).expand(7, 2, 1, 1).contiguous()
-    path = write_public(tmp_path / "a.safetensors", latents, torch.zeros(7, dtype=torch.int16))
-    assert LatentShards.open(path).index.mean == pytest.approx([(0 + 2 + 4) / 3 * 16 / 255] * 2)
-
-
 def test_the_public_file_of_imagenets_size_opens_in_a_moment(tmp_path: Path) -> None:
     """The file is a hole of 21 GB."""
     count, shape = 1_281_167, (16, 32, 32)
@@ -290,8 +276,6 @@ def refuse(path: Path, message: str) -> None:
     ("tensors", "message"),
     [
         ({"latents": torch.zeros(2, 4, 4, 4)}, r"must hold int8 `latents`.*it has latents F32 \[2, 4, 4, 4\]"),
-        ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8)}, "integer `labels`"),
-        ({"latents": torch.zeros(2, 4, dtype=torch.int8), "labels": torch.zeros(2).short()}, "must hold int8"),
         ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(3).short()}, "must hold int8"),
         (
             {"latents": torch.zeros(0, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(0).short()},
@@ -355,13 +339,10 @@ def test_an_index_of_a_newer_version_is_refused(folder: Path) -> None:
 def test_a_damaged_index_is_named(folder: Path) -> None:
     for change in (
         lambda values: values.pop("shards"),
-        lambda values: values.pop("format_version"),
         lambda values: values["shards"][0].pop("file"),
         lambda values: values.update(dtype="float8"),
-        lambda values: values.update(autoencoder=None),
         lambda values: values["normalization"].update(shift=[]),
         lambda values: values["shards"][0]["sum"].append(0.0),
-        lambda values: values.update(latent_shape=[4, 2]),
     ):
         before = (folder / "index.json").read_bytes()
         change_index(folder, change)
@@ -387,10 +368,6 @@ def test_a_shard_that_is_not_its_indexs_is_named_when_it_is_met(folder: Path) ->
     shards.read(np.arange(4), np.zeros(4, dtype=bool))
     with pytest.raises(ConfigError, match=f"{shard.name} is not the shard that its index describes: latents differs"):
         shards.read(np.array([4]), np.zeros(1, dtype=bool))
-
-
-def test_verify_finds_nothing_wrong_with_what_was_written(folder: Path) -> None:
-    assert verify(folder) == []
 
 
 @pytest.mark.parametrize(
@@ -433,21 +410,13 @@ def test_a_tar_has_a_file_and_a_label_for_each_image(tmp_path: Path) -> None:
     assert index_to_json(index)["shard_format"] == "webdataset"
 
 
-def test_the_format_changes_no_folder_from_before_it(tmp_path: Path) -> None:
-    index = write(tmp_path, [make(4, 0)])
-    values = json.loads((tmp_path / "index.json").read_bytes())
-    assert "shard_format" not in values
-    assert fingerprint_of(index_from_json(values, where=tmp_path)) == fingerprint_of(index)
+def test_a_folder_keeps_its_format(tmp_path: Path) -> None:
+    write(tmp_path, [make(4, 0)], shard_format="webdataset")
+    with refused(str(tmp_path), "shard_format is webdataset there and safetensors here"):
+        write(tmp_path, [make(4, 0)])
 
 
-@pytest.mark.parametrize("formats", [("safetensors", "webdataset"), ("webdataset", "safetensors")])
-def test_a_folder_keeps_its_format(tmp_path: Path, formats: tuple[str, str]) -> None:
-    write(tmp_path, [make(4, 0)], shard_format=formats[0])
-    with refused(str(tmp_path), f"shard_format is {formats[0]} there and {formats[1]} here"):
-        write(tmp_path, [make(4, 0)], shard_format=formats[1])
-
-
-@pytest.mark.parametrize("place", [0, 130, 512, 520, 512 * 9])
+@pytest.mark.parametrize("place", [0, 520, 512 * 9])
 def test_a_tar_of_something_else_is_refused(tmp_path: Path, place: int) -> None:
     write(tmp_path, [make(4, 0)], shard_format="webdataset")
     path = tmp_path / "shard-00000.tar"
@@ -469,11 +438,7 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_index_and_json_say_the_same(folder: Path) -> None:
-    index = read_index(folder)
-    assert latent_index.index_from_json(json.loads(json.dumps(index_to_json(index))), where=folder) == index
-
-
+@pytest.mark.nightly
 def test_the_loader_benchmark_compares_with_plain_reads(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "latent_loader.py"
     flags = ["--num_images=64", "--shard_size=16", "--batch_size=8", "--num_batches=4", "--rounds=1", "--num_workers=0"]
