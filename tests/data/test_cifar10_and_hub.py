@@ -172,22 +172,6 @@ def test_wrong_columns_of_a_hub_dataset_are_refused(hub: Path) -> None:
     refuse("has no validation split, only train", open_hub, hub, "validation")
 
 
-def test_the_crop_and_the_number_of_the_row_reach_the_decoder(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def load_sample(source: bytes, *, crop: str, number: int, **options: Any) -> np.ndarray:
-        asked.append((crop, number))
-        return np.zeros((3, 32, 32), dtype=np.float32)
-
-    monkeypatch.setattr("torchditan.datasets.hub.load_sample", load_sample)
-    dataset = open_hub(hub, crop="random")
-    asked.clear()  # its first item is checked
-    dataset[7]
-    next(iter(open_hub(hub, crop="adm", streaming=True).iterate(rank=0, world_size=1)))
-    assert asked == [("random", 7), ("adm", 0)]
-    refuse('dataset.crop = "random": needs .*image', open_hub, hub, crop="random", streaming=True)
-
-
 def test_integer_labels_make_as_many_classes_as_they_need(hub: Path) -> None:
     write_parquet(hub / "train-0.parquet", range(3), image_key="image", labels=[0, 4, 1])
     (hub / "train-1.parquet").unlink()

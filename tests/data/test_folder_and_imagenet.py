@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -112,28 +110,6 @@ def test_a_file_without_its_end_is_found_and_one_with_more_is_whole(image_format
     assert (damage_of(str(file)) is None) == (image_format in ("BMP", "PPM", "TIFF"))  # without an end marker
     file.unlink()
     assert damage_of(str(file)) == "No such file or directory"
-
-
-def test_a_slow_check_reads_a_file_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage(path: str) -> str | None:
-        read.append(path[-5:])
-        return damage_of(path)
-
-    read: list[str] = []
-    monkeypatch.setattr("torchditan.datasets.file_check.damage_of", damage)
-    monkeypatch.setattr("torchditan.datasets.file_check._CACHED_AFTER_S", -1.0)
-    for name in ("1.png", "2.png", "3.png"):
-        write_image(tmp_path / "photos" / name)
-    (tmp_path / "photos" / "2.png").write_bytes(b"no")
-    dataset = open_folder(tmp_path / "photos")
-    dataset.paths = np.array([b"1.png", b"2.png", b"3.png"])  # with the held-out one
-    found = []
-    for _ in range(2):
-        found.append(list(dataset.check_files(tmp_path / "cache")))
-        write_image(tmp_path / "photos" / "3.png", 200)
-        os.utime(tmp_path / "photos" / "3.png", ns=(1, 1))
-    assert found == [[(3, {1: "unknown format"})]] * 2
-    assert read == ["1.png", "2.png", "3.png", "2.png", "3.png"]
 
 
 def refuse(message: str, root: Path | None, *, split: Any = "train", **options: Any) -> None:

@@ -152,8 +152,7 @@ def test_a_folder_may_be_one_split_alone(root: Path) -> None:
     refuse("has no validation latents; encode them with --split validation", root / "train", "validation")
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path, num_workers: int) -> None:
+def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path) -> None:
     def read(rank: int, world_size: int, num_workers: int) -> list[dict[str, torch.Tensor]]:
         plan = BatchPlan(batch_size=4 // world_size, global_batch_size=4, rank=rank, world_size=world_size)
         stream = TrainingStream(
@@ -172,7 +171,7 @@ def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path, num_wor
 
     whole = read(0, 1, 0)
     assert {flag for batch in whole for flag in is_mirrored(batch)} == {True, False}
-    for parts in (zip(read(0, 1, num_workers)), zip(read(0, 2, 0), read(1, 2, num_workers), strict=True)):
+    for parts in (zip(read(0, 1, 2)), zip(read(0, 2, 0), read(1, 2, 2), strict=True)):
         for batch, ranks in zip(whole, parts, strict=True):
             for key in batch.keys() - {"skipped"}:
                 assert torch.equal(batch[key], torch.cat([part[key] for part in ranks])), key

@@ -7,16 +7,14 @@ import itertools
 import pickle
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from refusals import refused
 
-from torchditan.autoencoders import open_autoencoder
 from torchditan.config.loader import load_config
-from torchditan.config.options import Autoencoder, Dataset
+from torchditan.config.options import Dataset
 from torchditan.data_stream.order import OrderedDataset
 from torchditan.datasets import build_dataset
 from torchditan.datasets.scenes import (
@@ -35,8 +33,6 @@ from torchditan.datasets.scenes import (
 from torchditan.distributed.process_group import Rank
 from torchditan.finetune.captions.dataset import open_captions
 from torchditan.finetune.captions.encode import find_text_encoder
-from torchditan.job.prepare import _reads_captions
-from torchditan.latents.encoding import describe_encoding
 from torchditan.registry import TEXT_ENCODERS
 
 CPU = torch.device("cpu")
@@ -261,16 +257,3 @@ def test_what_needs_an_end_is_refused(
     monkeypatch.setitem(TEXT_ENCODERS, "slow", type("Slow", (StaticEmbeddings,), {"is_lookup": False}))
     with refused(message):
         open_embedded(tmp_path, flags)
-
-
-def test_scenes_with_classes_train_models_of_classes_too_and_can_be_encoded() -> None:
-    scenes = open_scenes()
-    haar = open_autoencoder(Autoencoder(name="haar"), device=CPU)
-    settings: dict[str, Any] = {"crop": "center", "dtype": "bf16", "flipped": False, "posterior": False}
-    classes, text = (load_config(["--dataset.dataset_name=scenes", *model]) for model in ([], ["--model.text=joint"]))
-    assert _reads_captions(classes, scenes) and _reads_captions(text, scenes)
-    with refused('dataset.dataset_name = "scenes"', "cannot be encoded"):
-        describe_encoding(scenes, haar, split="train", shard_size=64, **settings)
-    scenes.class_names = ["scene"]
-    assert not _reads_captions(classes, scenes) and _reads_captions(text, scenes)
-    describe_encoding(scenes, haar, split="train", shard_size=64, **settings)

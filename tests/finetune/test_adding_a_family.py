@@ -65,10 +65,6 @@ def my_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
             "--model.name=my_family --model.flavor=Mine --diffusion.objective=ddpm",
             "my_family was trained with flow_matching; set --diffusion.objective flow_matching",
         ),
-        (
-            "--model.name=my_family --model.flavor=Mine --model.qk_norm=false",
-            "model.qk_norm = false: my_family defines its own; leave it out",
-        ),
     ],
 )
 @pytest.mark.usefixtures("my_family")

@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
@@ -20,7 +15,6 @@ pytest.importorskip("peft")
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.parallelize import parallelize
 from torchditan.finetune.int8 import Int8Linear, base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import add_lora, init_lora, lora_parameters
 
@@ -182,73 +176,6 @@ def test_recomputed_activations_change_no_gradient(mode: str) -> None:
         predict(model, flux_inputs(dtype=torch.bfloat16)).float().square().mean().backward()
         gradients.append([parameter.grad for _, parameter in lora_parameters(model)])
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
-
-
-def train_on_ranks(rank: int, world_size: int, folder: str) -> None:
-    """Five steps in both precisions, each rank with its share of the batch; results in one file per rank."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{world_size}", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-        results = {dtype: train_sharded(mesh, param_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
-        torch.save(results, f"{folder}/results-{world_size}-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def train_sharded(mesh: Any, *, param_dtype: torch.dtype) -> dict[str, Any]:
-    """Losses over all ranks, full weights, and the dtype in which an int8 weight was gathered."""
-    state = seeded(tiny_flux).state_dict()
-    with torch.device("meta"):
-        model = tiny_flux()
-    quantize_base(model, blocks_of(model), base="int8")
-    add_lora(model, rank=4, alpha=8, target_modules=TARGETS)
-    parallelize(model, blocks=nn.ModuleList(blocks_of(model)), mesh=mesh, param_dtype=param_dtype)
-    model.to_empty(device="cpu")
-    for name in base_names(model):
-        fill_parameter(model, name, state[name])
-    init_lora(model, seed=0)
-
-    gathered: set[torch.dtype] = set()
-    layer = model.transformer_blocks[0].attn.to_k
-    layer.register_forward_pre_hook(lambda module, _: gathered.add(module.weight.dtype))
-    rank, world_size = mesh.get_local_rank(), mesh.size()
-    share = slice(rank * 2 // world_size, (rank + 1) * 2 // world_size)
-    inputs = flux_inputs(dtype=param_dtype)
-    inputs = {name: value if name.endswith("ids") else value[share] for name, value in inputs.items()}
-    target = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1))[share]
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    losses = []
-    for _ in range(5):
-        loss = (predict(model, inputs).float() - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach() / world_size
-        dist.all_reduce(mean)
-        losses.append(mean.item())
-    parameters = dict(model.named_parameters())
-    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in parameters.items()}
-    return {"losses": losses, "gathered": gathered, "weights": weights}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fork_server")
-def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
-    train_on_ranks(0, 1, str(tmp_path))
-    mp.start_processes(train_on_ranks, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver")
-    one, two = (torch.load(tmp_path / f"results-{size}-0.pt", weights_only=False) for size in (1, 2))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
-        assert two[dtype]["losses"] == pytest.approx(one[dtype]["losses"], rel=tolerance)
-        assert one[dtype]["losses"][-1] < one[dtype]["losses"][0]
-        for name, weight in one[dtype]["weights"].items():
-            if ".lora_" not in name:
-                assert torch.equal(weight, two[dtype]["weights"][name]), name
-    torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if torch_version >= (2, 13):  # torch 2.11 casts integers too
-        assert two[torch.bfloat16]["gathered"] == {torch.int8}
-    assert two[torch.bfloat16]["weights"]["transformer_blocks.0.attn.to_k.weight"].dtype == torch.int8
 
 
 def test_a_weight_that_was_gathered_in_the_precision_of_the_run_gives_the_same() -> None:

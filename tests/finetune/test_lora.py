@@ -176,8 +176,9 @@ def assistant_file(build: Any, path: Path, *, rank: int = 2, alpha: float = 3.0,
     return teacher
 
 
-@pytest.mark.parametrize(("build", "inputs"), FAMILIES)
-@pytest.mark.parametrize("kind", ["diffusers", "kohya"])
+@pytest.mark.parametrize(
+    ("build", "inputs", "kind"), [(tiny_flux, flux_inputs, "kohya"), (tiny_sd3, sd3_inputs, "diffusers")]
+)
 def test_an_assistant_acts_in_training_only_and_never_changes(
     build: Any, inputs: Any, kind: Any, tmp_path: Path
 ) -> None:
@@ -334,7 +335,6 @@ def test_alpha_is_found_where_other_programs_state_it(alpha: float, place: str, 
         ("ranks", "another model: transformer_blocks.0.attn.to_v maps 32 to 32 here"),
         ("alpha", r"to_v.alpha has shape \[2\]"),
         ("scalar", r"to_v.lora_B.weight has shape \[\]"),
-        ("empty", r"to_v.lora_A.weight has shape \[0, 32\]"),
         ("half", "is not a LoRA: it has no pairs of lora_A and lora_B"),
         ("absent", "cannot be read: No such file"),
         ("text", "is not a safetensors file, or is truncated"),
@@ -350,10 +350,10 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(damage: str, message: s
         assistant_file(lambda: tiny_flux(width=48), path)
     elif damage == "weights":
         save_file({"proj_out.weight": torch.ones(2, 2)}, path)
-    elif damage in ("ranks", "alpha", "scalar", "empty"):
+    elif damage in ("ranks", "alpha", "scalar"):
         layer = "transformer.transformer_blocks.0.attn.to_v"
         up = {"ranks": torch.ones(32, 3), "scalar": torch.tensor(1.0)}.get(damage, torch.ones(32, 2))
-        state = {f"{layer}.lora_A.weight": torch.ones(0 if damage == "empty" else 2, 32), f"{layer}.lora_B.weight": up}
+        state = {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": up}
         save_file(state | ({f"{layer}.alpha": torch.ones(2)} if damage == "alpha" else {}), path)
     elif damage == "half":
         save_file({"transformer.transformer_blocks.0.attn.to_v.lora_A.weight": torch.ones(2, 32)}, path)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_whole_path import assert_same, drawn, job, opened
 
 from torchditan.config.trajectory import INITIAL_WEIGHTS, differences
+from torchditan.run.reading import read_metrics
 from torchditan.weights.initial import identity_of
 
 pytest.importorskip("diffusers")
@@ -169,13 +170,11 @@ def test_what_does_not_fit_is_refused_in_one_line(run_script: RunScript, tmp_pat
 
 
 @pytest.mark.slow
-def test_two_ranks_start_from_the_same_weights(run_distributed: RunDistributed, tmp_path: Path) -> None:
-    shards = [
-        "--lora.rank=3",
-        "--quantize.base=int8",
-        "--training.data_parallel_shard_degree=2",
-        "--training.batch_size=1",
-    ]
+def test_two_ranks_train_a_lora_over_int8_as_one_and_start_from_the_same_weights(
+    run_script: RunScript, run_distributed: RunDistributed, tmp_path: Path
+) -> None:
+    lora = ["--lora.rank=3", "--quantize.base=int8", "--metrics.log_freq=1"]
+    shards = [*lora, "--training.data_parallel_shard_degree=2", "--training.batch_size=1"]
     start = [*AS_IT_IS, f"--checkpoint.initial_load_path={tmp_path / 'first'}"]
     jobs = [job("sd3", tmp_path / "first", *shards), job("sd3", tmp_path / "second", *shards, *start)]
     result = run_distributed(
@@ -183,3 +182,6 @@ def test_two_ranks_start_from_the_same_weights(run_distributed: RunDistributed, 
     )
     assert result.returncode == 0, result.stderr
     assert_same(opened(tmp_path / "second").model.state_dict(), opened(tmp_path / "first").model.state_dict())
+    assert run_script("train.py", *job("sd3", tmp_path / "alone", *lora)).code == 0
+    curves = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("first", "alone")]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5) and len(curves[0]) == 2

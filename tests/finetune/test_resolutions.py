@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.ablation.grid import load_grid, parse_axis
+from torchditan.ablation.grid import load_grid
 from torchditan.ablation.ledger import column_type, columns
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
@@ -97,18 +97,6 @@ def test_a_grid_of_models_has_their_options_and_columns(tmp_path: Path) -> None:
     assert grid.columns[-3:] == ["model", "checkpoint_fraction", "resolution"]
     assert set(grid.columns) < set(columns(grid.columns))
     assert [column_type(name) for name in grid.columns[-3:]] == [str, float, str]
-
-
-def test_resolutions_and_fractions_are_read_from_the_command_line(tmp_path: Path) -> None:
-    axes = {
-        "model": parse_axis("model", ["flux/debugmodel,sd3/debugmodel"]),
-        "resolution": parse_axis("resolution", ["64x64,128x64"]),
-        "checkpoint_fraction": parse_axis("checkpoint_fraction", ["0,1"]),
-    }
-    runs = load_grid(write_grid(tmp_path, GRID), axes=axes).runs()
-    assert len(runs) == 16
-    assert {run.axes["resolution"] for run in runs} == {"64x64", "128x64"}
-    assert {run.axes["checkpoint_fraction"] for run in runs} == {0.0, 1.0}
 
 
 def test_impossible_resolutions_are_left_out_with_a_line_unless_they_are_excluded(tmp_path: Path) -> None:

@@ -164,21 +164,6 @@ def test_a_shard_holds_the_mean_of_image_and_mirrored_image(tmp_path: Path) -> N
     assert np.load(tmp_path / "labels.npy").tolist() == [number % 3 for number in range(11)]
 
 
-def test_the_index_says_what_the_latents_are_of(tmp_path: Path) -> None:
-    index = run(tmp_path, crop="adm")
-    assert index is not None and index == read_index(tmp_path)
-    assert (index.dataset, index.split, index.crop, index.num_source_images) == ("noise", "train", "adm", 11)
-    assert (index.image_size, index.latent_shape, index.downsampling) == ((4, 6), (2, 2, 3), 2)
-    assert (index.autoencoder_name, index.autoencoder_path, index.fingerprint) == ("corners", None, "corners-1")
-    assert (index.class_names, index.flipped, index.posterior, index.image_channels) == (
-        ("a", "b", "c"),
-        True,
-        False,
-        3,
-    )
-    assert verify(tmp_path) == []
-
-
 def test_int8_is_within_half_a_step_of_the_mean(tmp_path: Path) -> None:
     dataset = Noise()
     run(tmp_path, dtype="int8")
@@ -510,22 +495,6 @@ def test_unreadable_images_follow_one_policy(run_script: RunScript, tmp_path: Pa
         index = json.loads((tmp_path / "out/train/index.json").read_bytes())
         assert [entry["reason"] for entry in index["shards"][0]["skipped"]] == shown
         assert (index["num_images"], index["num_skipped"]) == (3, 2)
-
-
-def test_damage_that_decoding_finds_stops_encoding_or_is_skipped(run_script: RunScript, tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    for number in range(4):
-        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{number}.png")
-    data = (tmp_path / "photos" / "2.png").read_bytes()
-    (tmp_path / "photos" / "2.png").write_bytes(data[:12] + bytes(len(data) - 24) + data[-12:])
-    flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8", "--split=train"]
-    flags += ["--autoencoder.name=haar", "--dataset.num_workers=0"]
-    code, _, errors = run_script(*SCRIPT, "out", *flags)
-    assert code == 2
-    assert_refused(errors, "photos/2.png", ["--dataset.corrupt_images"])
-    code, output, errors = run_script(*SCRIPT, "out", *flags, "--dataset.corrupt_images=skip")
-    assert code == 0 and "photos/2.png" in errors
-    assert "1 unreadable images skipped (listed in index.json)" in output
 
 
 @pytest.mark.parametrize("command", ["encode", "pack"])

@@ -8,8 +8,6 @@ import json
 import pickle
 import re
 import resource
-import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -225,47 +223,6 @@ def test_imagenet_opens_in_a_moment_and_takes_no_memory_of_its_own(tmp_path: Pat
     assert len(shards) == num_images
 
 
-def write_public(path: Path, latents: torch.Tensor, labels: torch.Tensor) -> Path:
-    save_file({"latents": latents, "labels": labels}, path)
-    return path
-
-
-def test_the_public_file_is_read_as_it_is(tmp_path: Path) -> None:
-    latents = torch.randint(-127, 128, (6, 16, 4, 4), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    path = write_public(tmp_path / "imagenet_ci8x8.safetensors", latents, torch.tensor([3, 0, 1, 2, 3, 9]).short())
-    shards = LatentShards.open(path)
-    index = shards.index
-    assert (index.latent_shape, index.image_size, index.num_images) == ((16, 4, 4), (32, 32), 6)
-    assert (index.autoencoder_name, index.fingerprint, index.downsampling) == ("cosmos-ci8x8", None, 8)
-    assert (index.flipped, index.posterior, index.normalization) == (False, False, "statistics")
-    assert len(index.class_names) == 10 and index.class_names[3] == "class 3"
-    raw = shards.read(np.array([5, 2]), np.zeros(2, dtype=bool))
-    sample = to_sample(raw, shift=torch.zeros(16), scale=torch.ones(16))
-    torch.testing.assert_close(sample, latents[[5, 2]].float() * 16 / 255)
-    values = (latents.double() * 16 / 255).transpose(0, 1).flatten(1)
-    torch.testing.assert_close(torch.tensor(index.mean).double(), values.mean(1), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(torch.tensor(index.std).double(), values.std(1, correction=0), atol=1e-6, rtol=1e-5)
-
-
-def test_the_public_file_of_imagenets_size_opens_in_a_moment(tmp_path: Path) -> None:
-    """The file is a hole of 21 GB."""
-    count, shape = 1_281_167, (16, 32, 32)
-    end = count * int(np.prod(shape))
-    tensors = {
-        "latents": {"dtype": "I8", "shape": [count, *shape], "data_offsets": [0, end]},
-        "labels": {"dtype": "I16", "shape": [count], "data_offsets": [end, end + 2 * count]},
-    }
-    header = json.dumps(tensors).encode()
-    path = tmp_path / "imagenet_ci8x8.safetensors"
-    with open(path, "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + end + 2 * count)
-    before, start = private_memory(), time.perf_counter()
-    assert len(LatentShards.open(path)) == count
-    assert time.perf_counter() - start < 2
-    assert private_memory() - before < 128 * 2**20
-
-
 def refuse(path: Path, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         LatentShards.open(path)
@@ -352,13 +309,6 @@ def test_a_damaged_index_is_named(folder: Path) -> None:
     refuse(folder, "index.json is damaged")
 
 
-def test_a_folder_without_an_index_says_whether_it_is_unfinished(folder: Path) -> None:
-    (folder / "index.json").unlink()
-    refuse(folder, r"holds no latents \(it has no index.json\); encode them with torchditan encode")
-    (folder / "encoding.json").write_text("{}")
-    refuse(folder, "its encoding is not finished; rerun the command that encoded it")
-
-
 def test_a_shard_that_is_not_its_indexs_is_named_when_it_is_met(folder: Path) -> None:
     shard = folder / shard_file(1)
     content = save({**make(4, 1), "latents": torch.zeros(4, *SHAPE, dtype=torch.float16)})
@@ -387,12 +337,6 @@ def test_verify_names_what_is_wrong(folder: Path, damage: Callable[[Path], Any],
     (found,) = verify(folder)
     assert re.search(problem, found), found
     assert str(folder) in found and "\n" not in found
-
-
-def test_verify_names_labels_without_a_class(tmp_path: Path) -> None:
-    write(tmp_path, [make(4, 0)], class_names=("a", "b"))
-    (found,) = verify(tmp_path)
-    assert found.endswith("labels.npy has labels outside 0 to 1, its classes")
 
 
 def test_a_tar_has_a_file_and_a_label_for_each_image(tmp_path: Path) -> None:
@@ -436,22 +380,3 @@ def flip_last_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-
-
-@pytest.mark.nightly
-def test_the_loader_benchmark_compares_with_plain_reads(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "latent_loader.py"
-    flags = ["--num_images=64", "--shard_size=16", "--batch_size=8", "--num_batches=4", "--rounds=1", "--num_workers=0"]
-    command = [sys.executable, str(script), *flags, f"--folder={tmp_path}", f"--out={tmp_path / 'x.json'}"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    rows = json.loads((tmp_path / "x.json").read_bytes())["rows"]
-    assert [row["variant"].split(",")[0] for row in rows] == [
-        "plain",
-        "shards",
-        "shards and labels",
-        "stream",
-        "stream",
-    ]
-    assert all(row["images_per_second"] > 0 for row in rows) and rows[0]["of_plain"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"], "the latents are gone"

@@ -84,15 +84,6 @@ def test_the_first_lines_name_options_without_effect(train: Train) -> None:
     }
 
 
-def test_class_conditional_samples_have_no_psnr(train: Train, tmp_path: Path) -> None:
-    """A sample of a class need not look like any one image of it."""
-    flags = ["--training.steps=1", "--metrics.enable_sampling", "--sampling.num_steps=1", "--sampling.max_classes=2"]
-    assert train("run", *flags).code == 0
-    (record,) = read_metrics(tmp_path / "run")
-    assert "seconds_per_image" in record
-    assert not [key for key in record if "psnr" in key or "ssim" in key]
-
-
 def test_slow_work_of_a_run_is_not_silent(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchditan.run import progress
 
