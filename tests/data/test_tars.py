@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import tiny_runs
-from PIL import Image
+from made_files import Files, greys, write_tar
+from made_files import picture as encode
 from refusals import assert_refused, refused
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
@@ -27,25 +27,6 @@ if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript, Train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-Files = dict[str, bytes | str]
-
-
-def encode(grey: int, *, suffix: str = ".png") -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 4), (grey,) * 3).save(buffer, Image.registered_extensions()[suffix])
-    return buffer.getvalue()
-
-
-def write_tar(path: Path, files: Files, *, format: int = tarfile.PAX_FORMAT) -> Path:
-    """A tar with times of fractions of a second, as the package webdataset writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, content in files.items():
-            data = content.encode() if isinstance(content, str) else content
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), 1.5
-            tar.addfile(info, io.BytesIO(data))
-    return path
 
 
 def write_shards(folder: Path, *, num_shards: int = 2, per_shard: int = 4) -> Path:
@@ -67,10 +48,6 @@ def write_held_out(folder: Path) -> None:
 def open_tars(root: Path | str, split: Any = "train", *, cache: Path | None = None, **options: Any) -> Any:
     config = Dataset(**{"dataset_name": "webdataset", "root_dir": str(root), "image_size": [4], **options})
     return build_dataset(config, split=split, cache_folder=cache)
-
-
-def greys(dataset: Any) -> list[int]:
-    return [round((dataset[i]["sample"][0, 0, 0].item() + 1) * 127.5) for i in range(len(dataset))]
 
 
 def names(dataset: Any) -> list[str]:

@@ -165,7 +165,6 @@ PAIR = [  # DDP and FSDP
     [f"{REPLICATE}=2", "--training.batch_size=8", NONE],
     [f"{REPLICATE}=1", "--training.batch_size=4", FULL],
     [f"{REPLICATE}=2", "--training.batch_size=2", NTH, OP],
-    [f"{REPLICATE}=1", "--training.batch_size=8", NONE],
     [f"{REPLICATE}=2", "--training.batch_size=8", NONE, *OFFICIAL],
     [f"{REPLICATE}=1", "--training.batch_size=4", FULL, *OFFICIAL, "--metrics.sample_batch_size=2"],
     [f"{REPLICATE}=1", "--training.batch_size=2", FULL, *PAIRS],
