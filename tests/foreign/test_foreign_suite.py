@@ -84,21 +84,6 @@ def test_each_outcome_of_a_foreign_test_is_reported(fake: Path, tmp_path: Path) 
     assert (code, len(lines)) == (1, 6)
 
 
-def test_a_reason_for_a_test_that_does_not_exist_is_an_error(fake: Path, tmp_path: Path) -> None:
-    everything = {
-        "TestAdd::test_two": "a",
-        "TestAdd::test_other": "b",
-        "test_needs_data": "c",
-        "TestAdd::test_gone": "d",
-    }
-    code, out, _ = run(write_adapter(tmp_path, everything), "--source", fake)
-    assert (code, out.splitlines()[-1]) == (1, "  error   no test matches 'TestAdd::test_gone'")
-    del everything["TestAdd::test_gone"]
-    code, out, _ = run(write_adapter(tmp_path, everything), "--source", fake)
-    assert code == 0 and "passed 1, skipped 4, failed 0" in out
-    assert not list(fake.rglob("*.pyc")) and not (fake / ".pytest_cache").exists()
-
-
 def test_a_wrong_source_is_one_line(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path, {})
     code, _, err = run(adapter)
