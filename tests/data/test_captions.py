@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,33 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_files import Files, greys, picture, write, write_tar
 from PIL import Image
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Dataset
 from torchditan.config.rules import validate
 from torchditan.data_stream.datasets import CorruptImageError
-from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import DATASETS, build_dataset
 from torchditan.datasets.buckets import bucket_sizes, nearest_bucket
-from torchditan.datasets.tars import TarMember
 
-
-def encode(grey: int = 0, *, size: tuple[int, int] = (8, 8), suffix: str = ".png", **options: Any) -> bytes:
-    """An image of (height, width) in one grey."""
-    buffer = io.BytesIO()
-    image = Image.new("RGB", size[::-1], (grey,) * 3)
-    image.save(buffer, format=Image.registered_extensions()[suffix], **options)
-    return buffer.getvalue()
-
-
-def write(root: Path, files: dict[str, bytes | str]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return root
+encode = functools.partial(picture, size=(8, 8))
 
 
 def open_captions(root: Path | str, split: Any = "train", **options: Any) -> Any:
@@ -48,15 +32,11 @@ def open_captions(root: Path | str, split: Any = "train", **options: Any) -> Any
     return build_dataset(config, split=split)
 
 
-def greys(dataset: Any) -> list[int]:
-    return [round((dataset[i]["sample"].flatten()[0].item() + 1) * 127.5) for i in range(len(dataset))]
-
-
 def names(dataset: Any) -> list[str]:
     return [dataset.name_of(index) for index in range(len(dataset))]
 
 
-PAIRS: dict[str, bytes | str] = {
+PAIRS: Files = {
     "a.png": encode(10),
     "a.txt": "a dog",
     "deep/b.webp": encode(20, suffix=".webp", lossless=True),
@@ -116,17 +96,6 @@ def test_several_captions_of_an_image_have_weights(tmp_path: Path) -> None:
     assert open_captions(write(tmp_path / "one", PAIRS)).caption_weights(0) == [1.0]
 
 
-def write_tar(path: Path, files: dict[str, bytes | str]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in files.items():
-            data = content.encode() if isinstance(content, str) else content
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
 def test_tar_shards(tmp_path: Path) -> None:
     write_tar(tmp_path / "0001.tar", {"x.jpg": encode(30, suffix=".jpg"), "x.txt": "three", "x.json": "{}"})
     write_tar(
@@ -139,22 +108,6 @@ def test_tar_shards(tmp_path: Path) -> None:
     # The same bytes are the same latent, wherever they are.
     write(tmp_path / "folder", {"a.png": encode(10), "a.txt": "one"})
     assert open_captions(tmp_path / "folder").content_key(0) == dataset.content_key(0)
-
-
-def test_a_tar_member_reads_like_a_file_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(100)))
-    with TarMember(path, 10, 50).open() as member:
-        member.seek(-5, io.SEEK_END)
-        assert member.read(100) == bytes(range(55, 60))
-        member.seek(3)
-        member.seek(2, io.SEEK_CUR)
-        assert (member.tell(), member.read(2), member.seek(0), member.read()) == (
-            5,
-            b"\x0f\x10",
-            0,
-            bytes(range(10, 60)),
-        )
 
 
 def write_parquet(path: Path, captions: list[Any], *, size: tuple[int, int] = (8, 8), bare: bool = False) -> Path:
@@ -222,9 +175,7 @@ def write_video(path: Path, shown: list[int], *, size: tuple[int, int] = (16, 32
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "codec"), [("a.mp4", "mpeg4"), ("a.mov", "mpeg4"), ("a.webm", "libvpx"), ("a.gif", "gif")]
-)
+@pytest.mark.parametrize(("name", "codec"), [("a.mp4", "mpeg4"), ("a.webm", "libvpx"), ("a.gif", "gif")])
 def test_the_first_frames_of_a_video(tmp_path: Path, name: str, codec: str) -> None:
     shown = [0, 60, 120, 180, 240]
     if codec == "gif":
@@ -256,7 +207,7 @@ def test_a_video_is_turned_as_the_camera_was(tmp_path: Path) -> None:
 
 
 def test_folders_of_numbered_frames_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    files: dict[str, bytes | str] = {f"2_x/clip/frame{number}.png": encode(number) for number in range(12)}
+    files: Files = {f"2_x/clip/frame{number}.png": encode(number) for number in range(12)}
     dataset = open_captions(write(tmp_path, {**files, "2_x/clip.txt": "a clip"}), num_frames=11)
     assert names(dataset) == ["2_x/clip"] * 2
     assert [round((level.item() + 1) * 127.5) for level in dataset[0]["sample"][0, :, 0, 0]] == list(range(11))
@@ -343,31 +294,6 @@ def test_with_buckets_every_image_is_brought_to_the_size_that_is_nearest_its_sha
     assert [group.tolist() for group in without.groups()] == [list(range(8))]
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 2), (4, 0)])
-def test_a_stream_of_buckets(tmp_path: Path, world_size: int, num_workers: int) -> None:
-    dataset = open_captions(write_sizes(tmp_path), image_size=[32], aspect_buckets=True, bucket_step=8)
-    steps: list[list[int]] = [[] for _ in SIZES]
-    for rank in range(world_size):
-        plan = BatchPlan(batch_size=4 // world_size, global_batch_size=4, rank=rank, world_size=world_size)
-        stream = TrainingStream(
-            dataset,
-            plan=plan,
-            seed=1,
-            num_classes=0,
-            horizontal_flip=None,
-            corrupt_images="error",
-            num_workers=num_workers,
-            prefetch_factor=2,
-            pin_memory=False,
-        )
-        for step, (batch, randomness) in enumerate(itertools.islice(stream.batches(0), len(SIZES))):
-            assert randomness.noise.shape == batch["sample"].shape
-            steps[step] += ((batch["sample"][:, 0, 0, 0] + 1) * 127.5).round().int().tolist()
-    assert all(len({dataset.shape_of(index) for index in step}) == 1 for step in steps)
-    assert np.bincount(np.concatenate(steps)).tolist() == [4] * len(SIZES)
-    assert np.concatenate(steps).tolist() == stream.stream.locate(np.arange(4 * len(SIZES))).tolist()
-
-
 def test_content_keys_change_with_bytes_and_size_and_with_nothing_else(tmp_path: Path) -> None:
     write(tmp_path, {"a.png": encode(10, size=(16, 16)), "a.txt": "a dog"})
     key = open_captions(tmp_path).content_key(0)
@@ -407,20 +333,11 @@ def test_a_share_is_held_out_and_shown_once_each(
     assert sorted(greys(train) + 2 * greys(validation)) == sorted(2 * list(range(count)))
 
 
-def test_train_and_validation_folders_are_respected(tmp_path: Path) -> None:
-    write(tmp_path, {"train/a.png": encode(1), "train/a.txt": "a", "val/b.png": encode(2), "val/b.txt": "b"})
-    assert open_captions(tmp_path).captions == ["a"]
-    assert open_captions(tmp_path, "validation").captions == ["b"]
-    with pytest.raises(ConfigError, match=r"dataset.held_out = 1: .*; leave it out"):
-        open_captions(tmp_path, held_out=1)
-    assert open_captions(tmp_path, held_out=0).captions == ["a"]  # as configurations for few images set it
-
-
 def metadata(*lines: str) -> Callable[[Path], Path]:
     return lambda root: write(root, {**PAIRS, "metadata.jsonl": "\n".join(lines)})
 
 
-def files(more: dict[str, bytes | str] | None = None) -> Callable[[Path], Path]:
+def files(more: Files | None = None) -> Callable[[Path], Path]:
     return lambda root: write(root, {**PAIRS, **(more or {})})
 
 
@@ -444,10 +361,12 @@ MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
      {"image_size": [9]}),
     (r"a.png .*8 x 8 .*16 x 16", files(), {"image_size": [16], "aspect_buckets": True, "bucket_step": 16}),
     (r"bucket_step = 64: .*size .*8 x 8; .*most 8", files(), {"aspect_buckets": True}),
-    (r"c.png: .*readable image \(unknown format\)", files({"c.png": b"no", "c.txt": "c"}), {}),
     (r"c.png: .*readable image", files({"c.png": encode()[:20], "c.txt": "c"}), {}),
     (r"trigger_word = none: .*caption .*a.png .*\[trigger\]", files({"a.txt": "a [trigger]"}), {}),
     (r"dataset.held_out = 2: .*below 2", files(), {"held_out": 2}),
+    (r"dataset.held_out = 1: .*; leave it out",
+     lambda root: write(root, {f"{split}/{name}": data for split in ("train", "val") for name, data in PAIRS.items()}),
+     {"held_out": 1}),
     (r"dataset.image_size = none: captions", files(), {"image_size": None}),
     (r'dataset.crop = "random": captions', files(), {"crop": "random"}),
     (r"num_classes = 3: captions .*labels", files(), {"num_classes": 3}),
@@ -456,17 +375,11 @@ MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
     (r"metadata.jsonl, line 1: .*\{", metadata("[]"), {}),
     (r"caption_key = .text.: metadata.jsonl, line 1 .*column; .*file_name, caption",
      metadata('{"file_name": "a.png", "caption": "x"}'), {}),
-    (r"metadata.jsonl, line 1: text .*text", metadata(row(text=None)), {}),
-    (r"metadata.jsonl, line 1: text .*list of texts", metadata(row(text=[])), {}),
     (r"metadata.jsonl, line 1: text .*list of texts", metadata(row(text=["a", 1])), {}),
-    (r"metadata.jsonl, line 1: weights .*list of 2 positive", metadata(row(text=["a", "b"], weights=[1])), {}),
     (r"metadata.jsonl, line 1: weights .*list of 2 positive", metadata(row(text=["a", "b"], weights=[1, 0])), {}),
-    (r"metadata.jsonl, line 1: weights .*list of 1 positive", metadata(row(weights=2)), {}),
-    (r"metadata.jsonl, line 1: weights .*list of 1 positive", metadata(row(weights=[True])), {}),
     (r"metadata.jsonl, line 1: weights .*list of 1 positive", metadata(row(weights=[float("nan")])), {}),
     (r"caption .*metadata.jsonl, line 1 .*Unicode", metadata(row(text="half \ud83d")), {}),
     (r"caption .*metadata.jsonl, line 1 .*empty", metadata(row(text=["a", " "])), {}),
-    (r"caption .*metadata.jsonl, line 1 .*empty", metadata(row(text="")), {}),
     (r"line 1: repeats .*integer .*least 1", metadata(row(repeats=0)), {}),
     (r"line 2: a.png .*listed twice", metadata(row(), row()), {}),
     (r"line 1: gone.png .*exist", metadata(row(file_name="gone.png")), {}),
@@ -476,9 +389,6 @@ MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
     (r"line 1: .*folder deep .*frames",
      lambda root: write(root, {"deep/x.txt": "", "metadata.jsonl": row(file_name="deep")}), {"num_frames": 2}),
     (r"a.tar .*readable, uncompressed tar", lambda root: write(root, {"a.tar": b"no tar" * 200}), {}),
-    (r"a.tar is truncated or damaged after .*a.png; .*--dataset.corrupt_images skip",
-     lambda root: cut(write_tar(root / "a.tar", PAIRS), 800), {}),
-    (r"image belongs to .*caption a.tar/x.txt", lambda root: write_tar(root / "a.tar", {"x.txt": "x"}), {}),
     (r"a.parquet .*readable parquet", lambda root: write(root, {"a.parquet": b"no"}), {}),
     (r"image_key = .picture.: .*columns .*a.parquet: image, text, number",
      lambda root: write_parquet(root / "a.parquet", ["x"]), {"image_key": "picture"}),
@@ -487,8 +397,6 @@ MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
     (r"image_key = .text.: .*string in a.parquet; .*images",
      lambda root: write_parquet(root / "a.parquet", ["x"]), {"image_key": "text"}),
     (r"caption belongs to a.parquet, row 1;", lambda root: write_parquet(root / "a.parquet", ["x", None]), {}),
-    (r"caption .*a.parquet, row 0 .*empty",
-     lambda root: write_parquet(root / "a.parquet", [["x", None]]), {}),
     (r"caption .*a.parquet, row 1 .*empty", lambda root: write_parquet(root / "a.parquet", ["x", " "]), {}),
     (r"dataset.num_frames = 2: parquet files .*hub datasets .*images",
      lambda root: write_parquet(root / "a.parquet", ["x"]), {"num_frames": 2}),
@@ -560,11 +468,6 @@ def test_a_picture_that_is_damaged_inside_is_left_out_before_it_is_encoded(tmp_p
     assert any("inside.png" in line for line in dataset.reading)
 
 
-def test_small_images_are_enlarged_where_that_is_asked_for(tmp_path: Path) -> None:
-    dataset = open_captions(write(tmp_path, PAIRS), image_size=[16], upscale=True)
-    assert tuple(dataset[0]["sample"].shape) == (3, 16, 16)
-
-
 def test_other_datasets_refuse_options_of_captions_and_dummy_passes_over_them() -> None:
     with pytest.raises(ConfigError, match=r"dataset.aspect_buckets = true: digits .*captions"):
         build_dataset(Dataset(aspect_buckets=True), split="train")
@@ -576,8 +479,6 @@ def test_other_datasets_refuse_options_of_captions_and_dummy_passes_over_them() 
     ("option", "value", "right"),
     [
         ("bucket_step", 0, "at least 1"),
-        ("num_frames", 0, "at least 1"),
-        ("shuffle_tags", -1, "0 or more"),
         ("held_out", -1, "0 or more"),
         ("trigger_word", " ", "not be empty"),
     ],

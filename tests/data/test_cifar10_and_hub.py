@@ -41,8 +41,8 @@ def write_binary(path: Path, chosen: slice) -> None:
     path.write_bytes(np.concatenate([np.array(LABELS, np.uint8)[chosen, None], planes], axis=1).tobytes())
 
 
-@pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin"])
-def test_binary_files_are_read_in_order(tmp_path: Path, folder: str) -> None:
+def test_binary_files_are_read_in_order(tmp_path: Path) -> None:
+    folder = "cifar-10-batches-bin"  # other tests have them in the folder itself
     write_binary(tmp_path / folder / "data_batch_1.bin", slice(0, 3))
     write_binary(tmp_path / folder / "data_batch_2.bin", slice(3, 5))
     write_binary(tmp_path / folder / "test_batch.bin", slice(5, 7))
@@ -172,22 +172,6 @@ def test_wrong_columns_of_a_hub_dataset_are_refused(hub: Path) -> None:
     refuse("has no validation split, only train", open_hub, hub, "validation")
 
 
-def test_the_crop_and_the_number_of_the_row_reach_the_decoder(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def load_sample(source: bytes, *, crop: str, number: int, **options: Any) -> np.ndarray:
-        asked.append((crop, number))
-        return np.zeros((3, 32, 32), dtype=np.float32)
-
-    monkeypatch.setattr("torchditan.datasets.hub.load_sample", load_sample)
-    dataset = open_hub(hub, crop="random")
-    asked.clear()  # its first item is checked
-    dataset[7]
-    next(iter(open_hub(hub, crop="adm", streaming=True).iterate(rank=0, world_size=1)))
-    assert asked == [("random", 7), ("adm", 0)]
-    refuse('dataset.crop = "random": needs .*image', open_hub, hub, crop="random", streaming=True)
-
-
 def test_integer_labels_make_as_many_classes_as_they_need(hub: Path) -> None:
     write_parquet(hub / "train-0.parquet", range(3), image_key="image", labels=[0, 4, 1])
     (hub / "train-1.parquet").unlink()
@@ -253,23 +237,22 @@ def test_unlabelled_streams_have_no_labels(hub: Path) -> None:
     assert set(next(iter(stream.iterate(rank=0, world_size=1)))) == {"sample", "skipped"}
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 8, 15])
+@pytest.mark.parametrize("stop", [1, 15])
 def test_a_stream_resumes_at_the_next_row(hub: Path, stop: int) -> None:
     shard = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
     whole = draw(open_hub(hub, streaming=True).iterate(rank=0, world_size=1), 25)
-    assert draw(shard, stop) == whole[:stop] if stop else True
+    assert draw(shard, stop) == whole[:stop]
     resumed = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
     resumed.load_state_dict(shard.state_dict())
     assert draw(resumed, 25 - stop) == whole[stop:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stateful_loader_resumes_a_stream(hub: Path, num_workers: int) -> None:
+def test_a_stateful_loader_with_workers_resumes_a_stream(hub: Path) -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def open_loader() -> Any:
         shard = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
-        return loaders.StatefulDataLoader(shard, batch_size=2, num_workers=num_workers)
+        return loaders.StatefulDataLoader(shard, batch_size=2, num_workers=2)
 
     def batches(loader: Any, count: int) -> list[bytes]:
         return [batch["sample"].numpy().tobytes() for batch, _ in zip(loader, range(count), strict=False)]

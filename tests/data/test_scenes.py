@@ -7,16 +7,14 @@ import itertools
 import pickle
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from refusals import refused
 
-from torchditan.autoencoders import open_autoencoder
 from torchditan.config.loader import load_config
-from torchditan.config.options import Autoencoder, Dataset
+from torchditan.config.options import Dataset
 from torchditan.data_stream.order import OrderedDataset
 from torchditan.datasets import build_dataset
 from torchditan.datasets.scenes import (
@@ -31,13 +29,10 @@ from torchditan.datasets.scenes import (
     Scene,
     _extents,
     coverage,
-    draw_objects,
 )
 from torchditan.distributed.process_group import Rank
 from torchditan.finetune.captions.dataset import open_captions
 from torchditan.finetune.captions.encode import find_text_encoder
-from torchditan.job.prepare import _reads_captions
-from torchditan.latents.encoding import describe_encoding
 from torchditan.registry import TEXT_ENCODERS
 
 CPU = torch.device("cpu")
@@ -97,9 +92,8 @@ def test_a_caption_is_read_back() -> None:
 
 
 OTHERS = [
-    *("", "a dog", "an red circle", "a orange circle", "a red circles", "two red circle", "four red circles"),
-    *("a red circle above", "a red circle on a blue square", "a red circle above a blue square above a red square"),
-    *("there is two red circles", "a tiny red circle", "a red circle."),
+    *("", "a dog", "an red circle", "two red circle", "four red circles", "a red circle above"),
+    *("a red circle above a blue square above a red square", "there is two red circles", "a red circle."),
 ]
 
 
@@ -180,11 +174,6 @@ def test_coverage_has_the_area_and_the_centroid(shape: str, pixels: int) -> None
     assert half.sum() * (WIDTH / pixels) ** 2 == pytest.approx(30, rel=0.05)
 
 
-def test_a_picture_has_its_colours_on_grey() -> None:
-    picture = draw_objects([Object("red", "square", 60.0, 10.0, 10.0)], grey=200.0, pixels=32)
-    assert picture[10, 10].tolist() == list(COLOURS["red"]) and picture[25, 25].tolist() == [200] * 3
-
-
 def test_the_stream_shuffles_without_a_list_of_all_samples() -> None:
     tracemalloc.start()
     stream = OrderedDataset(
@@ -250,18 +239,6 @@ def test_the_longest_caption_fits_into_the_shipped_configuration(tmp_path: Path)
     assert any(Scene.parse(prompt).is_held_out for prompt in config.sampling.prompts)
 
 
-def test_every_caption_fits_into_24_tokens(tmp_path: Path) -> None:
-    pytest.importorskip("wordllama")
-    config = load_config(["--text_encoder.max_length=25"])
-    encode = find_text_encoder(config, memory=tmp_path).open(CPU)
-    longest = [
-        Scene((Group(2, "large", c, s), Group(1, "small", d, t)), "right of", w)
-        for c, s, d, t, w in itertools.product(COLOURS, SHAPES, list(COLOURS)[:1], SHAPES, range(10))
-        if (c, s) != (d, t)
-    ]
-    assert encode([scene.caption for scene in longest])["prompt_attention_mask"].sum(1).max() <= 24
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -280,16 +257,3 @@ def test_what_needs_an_end_is_refused(
     monkeypatch.setitem(TEXT_ENCODERS, "slow", type("Slow", (StaticEmbeddings,), {"is_lookup": False}))
     with refused(message):
         open_embedded(tmp_path, flags)
-
-
-def test_scenes_with_classes_train_models_of_classes_too_and_can_be_encoded() -> None:
-    scenes = open_scenes()
-    haar = open_autoencoder(Autoencoder(name="haar"), device=CPU)
-    settings: dict[str, Any] = {"crop": "center", "dtype": "bf16", "flipped": False, "posterior": False}
-    classes, text = (load_config(["--dataset.dataset_name=scenes", *model]) for model in ([], ["--model.text=joint"]))
-    assert _reads_captions(classes, scenes) and _reads_captions(text, scenes)
-    with refused('dataset.dataset_name = "scenes"', "cannot be encoded"):
-        describe_encoding(scenes, haar, split="train", shard_size=64, **settings)
-    scenes.class_names = ["scene"]
-    assert not _reads_captions(classes, scenes) and _reads_captions(text, scenes)
-    describe_encoding(scenes, haar, split="train", shard_size=64, **settings)

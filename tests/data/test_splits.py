@@ -11,40 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from made_files import Files, picture, tar, write
 from refusals import refused
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
-from torchditan.datasets.splits import Division, part_of, part_of_file
-
-Files = dict[str, "bytes | str"]
-
-
-def picture(grey: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 4), (grey,) * 3).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def write(root: Path, files: Files) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return root
-
-
-def tar(files: Files) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in files.items():
-            data = content.encode() if isinstance(content, str) else content
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+from torchditan.datasets.splits import part_of, part_of_file
 
 
 def parquet(greys: list[int], *, captions: Any = None) -> bytes:
@@ -343,9 +316,3 @@ def test_a_folder_of_what_cannot_be_read_says_what_is_there(tmp_path: Path) -> N
     for name in ("folder", "captions"):
         with pytest.raises(ConfigError, match=r"2 \.xyz"):
             opened(tmp_path, name)
-
-
-def test_a_division_of_many_folders_is_fast() -> None:
-    folders = [(f"class{n}", split) for n in range(300) for split in ("train", "val")]
-    division = Division(folders, has_classes=True)
-    assert division.place(("class7", "val")) == ("validation", ("class7",))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
@@ -13,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import tiny_runs
-import torch
-from PIL import Image
+from made_files import Files, greys, write_tar
+from made_files import picture as encode
 from refusals import assert_refused, refused
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CorruptImageError, read_image
-from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import build_dataset, tars
 from torchditan.datasets.tars import RemoteFile, expand_braces, find_shards
 from torchditan.run.reading import read_metrics
@@ -30,25 +27,6 @@ if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript, Train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-Files = dict[str, bytes | str]
-
-
-def encode(grey: int, *, suffix: str = ".png") -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 4), (grey,) * 3).save(buffer, Image.registered_extensions()[suffix])
-    return buffer.getvalue()
-
-
-def write_tar(path: Path, files: Files, *, format: int = tarfile.PAX_FORMAT) -> Path:
-    """A tar with times of fractions of a second, as the package webdataset writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, content in files.items():
-            data = content.encode() if isinstance(content, str) else content
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), 1.5
-            tar.addfile(info, io.BytesIO(data))
-    return path
 
 
 def write_shards(folder: Path, *, num_shards: int = 2, per_shard: int = 4) -> Path:
@@ -70,10 +48,6 @@ def write_held_out(folder: Path) -> None:
 def open_tars(root: Path | str, split: Any = "train", *, cache: Path | None = None, **options: Any) -> Any:
     config = Dataset(**{"dataset_name": "webdataset", "root_dir": str(root), "image_size": [4], **options})
     return build_dataset(config, split=split, cache_folder=cache)
-
-
-def greys(dataset: Any) -> list[int]:
-    return [round((dataset[i]["sample"][0, 0, 0].item() + 1) * 127.5) for i in range(len(dataset))]
 
 
 def names(dataset: Any) -> list[str]:
@@ -128,12 +102,6 @@ def test_labels_in_json_and_none_at_all(tmp_path: Path) -> None:
     for options in ({"label_key": "none"}, {"num_classes": 0}):
         bare = open_tars(tmp_path, **options)
         assert bare.class_names == [] and set(bare[0]) == {"sample"}
-
-
-def test_cls_takes_precedence_over_json(tmp_path: Path) -> None:
-    write_tar(tmp_path / "train" / "a.tar", {"a.json": '{"label": 0}', "a.png": encode(1), "a.cls": "1\n"})
-    write_held_out(tmp_path)
-    assert open_tars(tmp_path)[0]["class_label"] == 1
 
 
 def test_the_index_is_built_once_and_only_a_changed_shard_is_read_again(tmp_path: Path, read: list[str]) -> None:
@@ -229,16 +197,6 @@ def test_what_is_damaged_or_missing_keeps_its_number(named: str, files: Files, t
     assert (item["place"], list(item["skipped"])) == (0, [1])
 
 
-def test_damage_is_of_the_same_image_in_each_split(tmp_path: Path) -> None:
-    files: Files = {f"{n}.png": encode(n) if n % 5 else b"no" for n in range(200)}
-    write_tar(tmp_path / "a.tar", files)
-    for split in ("train", "validation"):
-        dataset = open_tars(tmp_path, split)
-        ((_, damages),) = dataset.check_files(tmp_path)
-        broken = [index for index, name in enumerate(names(dataset)) if int(name.split("/")[1].split(".")[0]) % 5 == 0]
-        assert list(damages) == broken and len(dataset) == (196 if split == "train" else 4)
-
-
 def test_the_missing_end_of_a_shard_is_found_wherever_it_was_cut(tmp_path: Path) -> None:
     def shard_of(data: bytes) -> tars.Shard:
         (tmp_path / "cut.tar").write_bytes(data)
@@ -261,23 +219,10 @@ def test_the_missing_end_of_a_shard_is_found_wherever_it_was_cut(tmp_path: Path)
     assert str(shard_of(b"").damage).startswith("not a readable, uncompressed tar")
 
 
-def test_a_limit_of_blocks_needs_an_address(tmp_path: Path) -> None:
-    write_shards(tmp_path)
-    with refused("dataset.remote_cache_gib = 1.0", "dataset.root_dir"):
-        open_tars(tmp_path, remote_cache_gib=1.0)
-
-
 def test_two_images_of_one_key_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"a.png": encode(1), "a.jpg": encode(2, suffix=".jpg")})
     with refused(f'dataset.root_dir = "{tmp_path}/a.tar"', "a.tar/a.png", "a.tar/a.jpg"):
         open_tars(tmp_path)
-
-
-def test_folders_without_shards_are_refused(tmp_path: Path) -> None:
-    with refused(f'dataset.root_dir = "{tmp_path}"', ".tar"):
-        open_tars(tmp_path)
-    with refused(f'dataset.root_dir = "{tmp_path}/none"', "exist"):
-        open_tars(tmp_path / "none")
 
 
 def open_captions(root: Path | str, split: Any = "train", **options: Any) -> Any:
@@ -361,35 +306,6 @@ def test_blocks_stay_below_their_limit(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").write_bytes(data[:5000])
     with refused(f'dataset.root_dir = "file://{tmp_path}/file"', "changed"):
         file.read_at(7500, 10)
-
-
-def batches(dataset: Any, *, rank: int, world_size: int, position: int, steps: int) -> list[Any]:
-    plan = BatchPlan(batch_size=8 // world_size, global_batch_size=8, rank=rank, world_size=world_size)
-    stream = TrainingStream(
-        dataset,
-        plan=plan,
-        seed=0,
-        num_classes=len(dataset.class_names),
-        horizontal_flip=None,
-        corrupt_images="error",
-        num_workers=0,
-        prefetch_factor=1,
-        pin_memory=False,
-    )
-    found = stream.batches(position)
-    return [next(found)[0] for _ in range(steps)]
-
-
-def test_any_number_of_ranks_continues_with_the_same_images(tmp_path: Path) -> None:
-    write_shards(tmp_path, num_shards=5, per_shard=10)
-    dataset = open_tars(tmp_path, cache=tmp_path / "cache")
-    alone = batches(dataset, rank=0, world_size=1, position=0, steps=6)[3:]
-    for world_size in (2, 4):
-        reopened = open_tars(tmp_path, cache=tmp_path / "cache")
-        ranks = [batches(reopened, rank=r, world_size=world_size, position=24, steps=3) for r in range(world_size)]
-        for whole, parts in zip(alone, zip(*ranks, strict=True), strict=True):
-            for key in ("index", "sample", "class_label"):
-                assert torch.equal(torch.cat([part[key] for part in parts]), whole[key])
 
 
 KILLED = """

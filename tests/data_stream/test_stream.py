@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from torchditan.config.errors import ConfigError
-from torchditan.config.options import Config, Dataset
 from torchditan.data_stream.datasets import Batch, CorruptImageError, ImageDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.streamed import SequentialStream
 from torchditan.data_stream.workers import end_loader_workers
-from torchditan.diffusion.objectives import Objective
-from torchditan.job.build import build_stream
 from torchditan.randomness import draw
 
 
@@ -91,7 +85,7 @@ def test_an_epoch_shows_every_sample_once_and_the_next_in_another_order() -> Non
     ).tolist()
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (1, 6), (2, 3), (4, 3), (3, 2)])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 6), (4, 3), (3, 2)])
 def test_any_split_over_ranks_reads_the_same_samples(world_size: int, batch_size: int) -> None:
     whole = by_position(read(2, plan=BatchPlan(batch_size=12, global_batch_size=12)))
     parts: dict[int, dict[str, torch.Tensor]] = {}
@@ -143,14 +137,13 @@ def test_a_dataset_that_reads_in_batches_gives_the_same_stream(num_workers: int)
     assert_same(one_by_one, in_batches)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_mistake_while_reading_a_batch_stops_the_run_in_its_own_words(num_workers: int) -> None:
+def test_a_mistake_while_reading_a_batch_stops_the_run_in_its_own_words() -> None:
     class Damaged(NumbersInBatches):
         def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
             raise ConfigError("shard-00003.safetensors is cut short")
 
     with pytest.raises(ConfigError) as caught:
-        read(1, plan=BatchPlan(batch_size=4, global_batch_size=4), dataset=Damaged(), num_workers=num_workers)
+        read(1, plan=BatchPlan(batch_size=4, global_batch_size=4), dataset=Damaged(), num_workers=1)
     assert str(caught.value) == "shard-00003.safetensors is cut short"
 
 
@@ -214,7 +207,7 @@ def grouped(dataset: Any, *, global_batch_size: int = 4, seed: int = 0, **option
 WIDTHS = (2,) * 30 + (4,) * 15 + (6,) * 9 + (8,) * 4 + (10,) * 2
 
 
-@pytest.mark.parametrize("global_batch_size", [1, 3, 4, 16, 100])
+@pytest.mark.parametrize("global_batch_size", [1, 3, 16])
 @pytest.mark.parametrize("widths", [WIDTHS, (2, 4, 2, 6, 4, 2, 2)])
 def test_epochs_show_every_sample_once_but_for_less_than_a_batch_of_each_shape(
     widths: tuple[int, ...], global_batch_size: int
@@ -234,16 +227,6 @@ def test_epochs_show_every_sample_once_but_for_less_than_a_batch_of_each_shape(
         for group in dataset.groups():
             assert epoch * len(group) - seen[group].sum() == epoch * len(group) % global_batch_size
             assert seen[group].max() - seen[group].min() <= 1
-
-
-def test_the_images_that_an_epoch_leaves_out_are_others_in_the_next() -> None:
-    dataset = Shapes((2,) * 11 + (4,) * 8)
-    stream = grouped(dataset, global_batch_size=4)
-    left_out = []
-    for epoch in range(6):
-        start, end = (4 * (number * 11 // 4 + number * 2) for number in (epoch, epoch + 1))
-        left_out.append(frozenset(range(11)) - set(stream.locate(np.arange(start, end)).tolist()))
-    assert len(set(left_out)) > 3
 
 
 def test_shapes_are_mixed_within_an_epoch_and_epochs_differ() -> None:
@@ -272,26 +255,12 @@ def test_the_order_of_epochs_never_changes() -> None:
     assert stream.locate(np.arange(4000, 4008)).tolist() == [2, 6, 5, 0, 2, 5, 6, 0]
 
 
-def test_the_trainer_reads_groups_in_this_order() -> None:
-    job = SimpleNamespace(
-        config=Config(dataset=Dataset(num_workers=0)),
-        dataset=Shapes(),
-        objective=Objective(),
-        plan=BatchPlan(batch_size=4, global_batch_size=4),
-        space=SimpleNamespace(sample_shape=Shapes.sample_shape, draws_posterior=False),
-        device=torch.device("cpu"),
-    )
-    stream = build_stream(cast(Any, job))
-    shown = [batch["sample"][:, 0, 0, 0].tolist() for batch, _ in itertools.islice(stream.batches(0), 7)]
-    assert shown == grouped(Shapes()).locate(np.arange(28)).reshape(7, 4).tolist()
-
-
 def test_one_shape_alone_keeps_the_order_of_a_plain_dataset() -> None:
     one_shape, plain = grouped(Shapes((2,) * 10)), grouped(Numbers(10))
     assert one_shape.locate(np.arange(50)).tolist() == plain.locate(np.arange(50)).tolist()
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 2), (2, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("world_size", "num_workers"), [(2, 0), (4, 2)])
 def test_shapes_come_in_the_same_order_on_any_number_of_ranks_and_workers(world_size: int, num_workers: int) -> None:
     whole = by_position(read(14, plan=BatchPlan(batch_size=4, global_batch_size=4), dataset=Shapes()))
     parts: dict[int, dict[str, torch.Tensor]] = {}
@@ -380,67 +349,6 @@ class StreamedUnevenly(Streamed):
         return OfWorker(range(0))
 
 
-def streamed(
-    rank: int = 0,
-    world_size: int = 1,
-    *,
-    dataset: Streamed | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> SequentialStream:
-    plan = BatchPlan(batch_size=4, global_batch_size=4 * world_size, rank=rank, world_size=world_size)
-    return SequentialStream(
-        dataset or Streamed(),
-        plan=plan,
-        seed=0,
-        num_classes=2,
-        horizontal_flip=None,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-    )
-
-
-def test_a_streamed_source_resumes_where_it_was_and_its_state_is_json(tmp_path: Path) -> None:
-    pytest.importorskip("torchdata")
-    stream = streamed()
-    batches = stream.batches(0)
-    whole = [batch for batch, _ in itertools.islice(batches, 2)]
-    state = json.loads(json.dumps(stream.state_dict()))
-    whole += [batch for batch, _ in itertools.islice(batches, 4)]  # past the end of the source
-
-    resumed = streamed()
-    resumed.load_state_dict(state)
-    tail = [batch for batch, _ in itertools.islice(resumed.batches(8), 4)]
-    assert_same(by_position(whole[2:]), by_position(tail))
-    assert [int(batch["index"][0]) for batch in tail] == [8, 12, 16, 20]
-
-
-def test_a_streamed_source_resumes_from_its_very_end() -> None:
-    pytest.importorskip("torchdata")
-    stream = streamed()
-    batches = stream.batches(0)
-    whole = [batch for batch, _ in itertools.islice(batches, 4)]  # all 16 samples
-    resumed = streamed()
-    resumed.load_state_dict(stream.state_dict())
-    ((again, _),) = itertools.islice(resumed.batches(16), 1)
-    assert again["index"].tolist() == [16, 17, 18, 19]
-    assert sorted(again["class_label"].tolist()) == sorted(whole[0]["class_label"].tolist())
-
-
-@pytest.mark.parametrize("num_before", [1, 2, 3, 4])
-def test_a_streamed_source_resumes_after_one_of_its_workers_has_ended(num_before: int) -> None:
-    pytest.importorskip("torchdata")
-    stream = streamed(dataset=StreamedUnevenly(), num_workers=2)
-    batches = stream.batches(0)
-    for _ in range(num_before):
-        next(batches)
-    resumed = streamed(dataset=StreamedUnevenly(), num_workers=2)
-    resumed.load_state_dict(stream.state_dict())
-    tail = resumed.batches(4 * num_before)
-    for _ in range(5):  # past the end of the source
-        assert_same(by_position([next(batches)[0]]), by_position([next(tail)[0]]))
-
-
 class OwnIterator(InOrder):
     """Each iteration begins at the start; a state is loaded into the running one."""
 
@@ -466,70 +374,81 @@ class StreamedByItself(Streamed):
         return OwnIterator(range(16))
 
 
+def streamed(
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    dataset: Streamed | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> SequentialStream:
+    plan = BatchPlan(batch_size=4, global_batch_size=4 * world_size, rank=rank, world_size=world_size)
+    return SequentialStream(
+        dataset or Streamed(),
+        plan=plan,
+        seed=0,
+        num_classes=2,
+        horizontal_flip=None,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+    )
+
+
 @pytest.mark.parametrize("dataset", [Streamed(), StreamedByItself()])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_streamed_source_loads_its_states_of_any_age(dataset: Streamed, is_old: bool) -> None:
+def test_a_streamed_source_resumes_where_it_was_and_its_state_is_json(dataset: Streamed) -> None:
     pytest.importorskip("torchdata")
     stream = streamed(dataset=dataset)
     batches = stream.batches(0)
-    next(batches)
+    whole = [batch for batch, _ in itertools.islice(batches, 2)]
     state = json.loads(json.dumps(stream.state_dict()))
-    if is_old:  # from before the end was part of the state
-        fetched = state["loader"]["fetcher_state"]
-        fetched["dataset_iter_state"] = fetched["dataset_iter_state"]["iterator"]
-        state["loader"]["dataset_state"] = state["loader"]["dataset_state"] or None
+    whole += [batch for batch, _ in itertools.islice(batches, 4)]  # past the end of the source
+
     resumed = streamed(dataset=dataset)
     resumed.load_state_dict(state)
-    assert_same(by_position([next(batches)[0]]), by_position([next(resumed.batches(4))[0]]))
+    tail = [batch for batch, _ in itertools.islice(resumed.batches(8), 4)]
+    assert_same(by_position(whole[2:]), by_position(tail))
+    assert [int(batch["index"][0]) for batch in tail] == [8, 12, 16, 20]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_streamed_source_has_the_noise_of_its_positions(num_workers: int) -> None:
+def test_a_streamed_source_resumes_from_its_very_end() -> None:
     pytest.importorskip("torchdata")
-    stream = streamed(num_workers=num_workers)
-    pairs = list(itertools.islice(stream.batches(8), 6))  # past the end of the source
-    assert [batch["index"].tolist() for batch, _ in pairs] == [list(range(p, p + 4)) for p in range(8, 32, 4)]
-    for batch, randomness in pairs:
-        expected = draw(0, batch["index"].tolist(), (1, 2, 2))
-        assert all(
-            torch.equal(ours, theirs) for ours, theirs in zip(randomness.values(), expected.values(), strict=True)
-        )
+    stream = streamed()
+    batches = stream.batches(0)
+    whole = [batch for batch, _ in itertools.islice(batches, 4)]  # all 16 samples
+    resumed = streamed()
+    resumed.load_state_dict(stream.state_dict())
+    ((again, _),) = itertools.islice(resumed.batches(16), 1)
+    assert again["index"].tolist() == [16, 17, 18, 19]
+    assert sorted(again["class_label"].tolist()) == sorted(whole[0]["class_label"].tolist())
 
 
-def test_a_streamed_source_with_workers_resumes_with_its_noise() -> None:
+@pytest.mark.parametrize("num_before", [1, 3])
+def test_a_streamed_source_resumes_after_one_of_its_workers_has_ended(num_before: int) -> None:
+    pytest.importorskip("torchdata")
+    stream = streamed(dataset=StreamedUnevenly(), num_workers=2)
+    batches = stream.batches(0)
+    for _ in range(num_before):
+        next(batches)
+    resumed = streamed(dataset=StreamedUnevenly(), num_workers=2)
+    resumed.load_state_dict(stream.state_dict())
+    tail = resumed.batches(4 * num_before)
+    for _ in range(5):  # past the end of the source
+        assert_same(by_position([next(batches)[0]]), by_position([next(tail)[0]]))
+
+
+def test_a_streamed_source_with_workers_resumes_with_the_noise_of_its_positions() -> None:
     pytest.importorskip("torchdata")
     stream = streamed(num_workers=2)
     batches = stream.batches(0)
     whole = [{**batch, "noise": randomness.noise} for batch, randomness in itertools.islice(batches, 1)]
     state = stream.state_dict()  # noise of later batches is drawn, none of their samples is taken
-    whole += [{**batch, "noise": randomness.noise} for batch, randomness in itertools.islice(batches, 3)]
+    whole += [{**batch, "noise": randomness.noise} for batch, randomness in itertools.islice(batches, 5)]
+    for batch in whole:
+        assert torch.equal(batch["noise"], draw(0, batch["index"].tolist(), (1, 2, 2)).noise)
     resumed = streamed(num_workers=2)
     resumed.load_state_dict(state)
-    tail = [{**batch, "noise": noise.noise} for batch, noise in itertools.islice(resumed.batches(4), 3)]
+    tail = [{**batch, "noise": noise.noise} for batch, noise in itertools.islice(resumed.batches(4), 5)]
     assert_same(by_position(whole[1:]), by_position(tail))
-
-
-def test_noise_of_a_streamed_source_is_drawn_beside_the_training_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchdata")
-    threads, pinned = set(), set()
-
-    def drawn(*arguments: Any, **options: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return draw(*arguments, **options)
-
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.add(tensor.data_ptr())
-        return tensor
-
-    monkeypatch.setattr("torchditan.data_stream.streamed.draw", drawn)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    for num_workers in (0, 2):
-        threads.clear()
-        stream = streamed(num_workers=num_workers, pin_memory=True)
-        ((batch, randomness),) = itertools.islice(stream.batches(0), 1)
-        assert (threading.main_thread().name in threads) == (num_workers == 0)
-        tensors = [batch["index"], *randomness.values()]
-        assert all(tensor.data_ptr() in pinned for tensor in tensors)
 
 
 def test_a_streamed_source_refuses_another_number_of_ranks() -> None:
@@ -543,46 +462,21 @@ def test_a_streamed_source_refuses_another_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(
-    num_workers: int, tmp_path: Path
-) -> None:
-    pytest.importorskip("datasets")
+def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(num_workers: int) -> None:
     pytest.importorskip("torchdata")
-    from datasets import Dataset
 
-    from torchditan.datasets.hub import StreamingImages
+    class Damaged(InOrder):  # amid the second batch of four
+        def __iter__(self) -> Any:
+            for item in super().__iter__():
+                yield CorruptImageError("row 5 cannot be read") if self.done >= 6 else item
 
-    rows = [{"image": {"bytes": png(), "path": None}, "label": 0} for _ in range(6)]
-    rows[5]["image"] = {"bytes": b"no image", "path": None}  # amid the second batch of four
-    images = StreamingImages(
-        name="hub",
-        rows=Dataset.from_list(rows).to_iterable_dataset(num_shards=1),
-        image_key="image",
-        label_key="label",
-        class_names=["one"],
-        sample_shape=(3, 4, 4),
-        horizontal_flip=False,
-        crop="center",
-        reading=[],
-        corrupt_images="error",
-    )
-    plan = BatchPlan(batch_size=4, global_batch_size=4)
-    stream = SequentialStream(
-        images, plan=plan, seed=0, num_classes=1, horizontal_flip=None, num_workers=num_workers, pin_memory=False
-    )
-    with pytest.raises(CorruptImageError):
-        list(itertools.islice(stream.batches(0), 3))
+    class StreamedDamaged(Streamed):
+        def iterate(self, *, rank: int, world_size: int) -> InOrder:
+            return Damaged(range(8))
+
+    with pytest.raises(CorruptImageError, match="row 5"):
+        list(itertools.islice(streamed(dataset=StreamedDamaged(), num_workers=num_workers).batches(0), 4))
     end_loader_workers()
-
-
-def png() -> bytes:
-    import io
-
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def test_the_first_item_of_a_streamed_source_is_checked() -> None:

@@ -78,7 +78,7 @@ def test_a_run_trains_with_the_backend_that_is_set_and_a_resume_may_change_it(
     assert kernel() == "flash"
 
 
-@pytest.mark.parametrize(("backend", "allows"), [("default", False), ("efficient", False), ("cudnn", True)])
+@pytest.mark.parametrize(("backend", "allows"), [("default", False), ("cudnn", True)])
 def test_a_run_on_a_gpu_leaves_out_cudnn_unless_it_is_set(backend: str, allows: bool) -> None:
     job: Any = SimpleNamespace(config=load_config([f"--training.attention_backend={backend}"]))
     job.device = torch.device("cuda")
@@ -91,10 +91,9 @@ def test_a_run_on_a_gpu_leaves_out_cudnn_unless_it_is_set(backend: str, allows: 
         assert torch.backends.cuda.cudnn_sdp_enabled() is before
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flash"])
-def test_a_backend_that_computes_no_float32_is_refused_for_it(backend: str) -> None:
-    flags = [f"--training.attention_backend={backend}", "--training.mixed_precision_param=float32"]
-    with refused(f'training.attention_backend = "{backend}"', "float32", "efficient"):
+def test_a_backend_that_computes_no_float32_is_refused_for_it() -> None:
+    flags = ["--training.attention_backend=flash", "--training.mixed_precision_param=float32"]
+    with refused('training.attention_backend = "flash"', "float32", "efficient"):
         check_attention_backend(load_config(flags).training, device=torch.device("cuda"))
     check_attention_backend(load_config(flags).training, device=torch.device("cpu"))
     check_attention_backend(load_config(flags[:1]).training, device=torch.device("cuda"))
@@ -111,7 +110,7 @@ def test_the_backends_of_a_gpu_agree() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [16, 24, 64, 192, 256, 1000])
+@pytest.mark.parametrize("num_tokens", [24, 64, 192, 1000])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_default_of_a_gpu_has_the_gradients_of_math(num_tokens: int, masked: bool) -> None:
     """cuDNN's were NaN with 24 tokens, and others report it for 64 and 192 with a mask and very negative scores."""

@@ -8,27 +8,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from refusals import refused
 from torch._dynamo.utils import counters
-from torch._inductor import scheduler
-from torch._inductor.exc import InductorError
-from torch._inductor.runtime.hints import DeviceProperties
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchditan.config.loader import load_config
 from torchditan.config.options import Compile, Model
-from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.compilation import check_compile, compile_model, compiled_folder
+from torchditan.distributed.compilation import check_compile, compiled_folder
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
 from torchditan.models import build_model_spec
 
@@ -99,15 +93,15 @@ def train(model: Any, *, steps: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("scope", "options"),
     [
-        {},
-        {"param_dtype": BFLOAT16, "activation_checkpoint": "full"},
-        {"activation_checkpoint": "selective", "selective_ac_option": "op"},
+        ("block", {"param_dtype": BFLOAT16, "activation_checkpoint": "full"}),
+        ("block", {"activation_checkpoint": "selective", "selective_ac_option": "op"}),
+        ("model", {}),
+        ("model", {"param_dtype": BFLOAT16, "activation_checkpoint": "full"}),
     ],
-    ids=["float32", "bfloat16 full", "op"],
+    ids=["block, bfloat16 full", "block, op", "model, float32", "model, bfloat16 full"],
 )
-@pytest.mark.parametrize("scope", ["block", "model"])
 def test_one_graph_is_compiled_once_and_trains_as_eager_code(
     scope: Any, options: dict[str, Any], mesh: DeviceMesh
 ) -> None:
@@ -123,10 +117,10 @@ def check(*flags: str, num_shards: int = 1) -> None:
     check_compile(load_config(["--training.compile", *flags]), num_shards=num_shards)
 
 
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 def test_only_checkpointed_blocks_compile_without_the_mix_order_reduction(
-    mode: Any, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    mode: Any = "max-autotune-no-cudagraphs"
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda forward, **options: found.append(options) or forward)
     for checkpointing in ("none", "full"):
@@ -135,34 +129,6 @@ def test_only_checkpointed_blocks_compile_without_the_mix_order_reduction(
     assert plain["mode"] == mode and "mode" not in checkpointed
     options = torch._inductor.list_mode_options(mode)
     assert checkpointed["options"] == {**options, "triton.mix_order_reduction": False}
-
-
-class Scheduled(Exception):
-    """Inductor has chosen the kernels. To write them it would need Triton."""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not hasattr(scheduler, "_is_gpu_triton_backend"), reason="replaces a function of torch 2.13")
-@pytest.mark.parametrize("is_avoided", [True, False])
-def test_small_checkpointed_batches_are_scheduled_for_cuda(is_avoided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest case that fails in torch's scheduler, as if this CPU were an H100. Fails when torch repairs it."""
-    spec = build_model_spec(Model(flavor="debugmodel", overrides=("depth=1",)), sample_shape=(4, 32, 32), num_classes=1)
-    model: Any = spec.build()
-    model.init_weights(0)
-    blocks = spec.blocks(model.to(BFLOAT16))
-    apply_activation_checkpoint(blocks, mode="full")
-    compile_model(model, blocks=blocks, options=Compile(), checkpoints=is_avoided)
-    x_t, label = torch.randn(2, 4, 32, 32, dtype=BFLOAT16), torch.zeros(2, dtype=torch.int64)
-    loss = model(x_t, torch.rand(2), {"class_label": label}).sum()
-
-    h100 = DeviceProperties("cuda", 0, multi_processor_count=132, cc=90, major=9)
-    monkeypatch.setattr(DeviceProperties, "create", lambda _: h100)
-    monkeypatch.setattr(scheduler.BaseSchedulerNode, "is_gpu", lambda _: True)
-    monkeypatch.setattr(scheduler, "_is_gpu_triton_backend", lambda *_: True)
-    monkeypatch.setattr(scheduler.Scheduler, "codegen", Mock(side_effect=Scheduled("chosen")))
-    right = "chosen" if is_avoided else r"128 v\.s\. 64|64 v\.s\. 128"
-    with inductor_config.patch(cpu_backend="triton", fx_graph_cache=False), pytest.raises(InductorError, match=right):
-        loss.backward()
 
 
 MODEL = "--compile.scope=model"

@@ -101,7 +101,6 @@ def test_losses_are_equal_to_the_bit(tmp_path: Path) -> None:
     mp.start_processes(losses_on_two_ranks, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
 
 
-@pytest.mark.parametrize("value", ["2", "0", "sometimes"])
-def test_other_values_are_refused(value: str) -> None:
+def test_other_values_are_refused() -> None:
     with refused(OPTION, "always, never"):
-        load_config([f"--{OPTION}={value}"])
+        load_config([f"--{OPTION}=2"])

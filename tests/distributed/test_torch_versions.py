@@ -28,10 +28,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         ("2.10.1", False),
         ("2.11.0", True),
         ("2.13.0+cpu", True),
-        ("2.15.3", True),
         ("2.15.0a0+1234abc.nv26.10", True),  # as in a container of NVIDIA
         ("2.16.0.dev20261101", False),
-        ("3.0", False),
     ],
 )
 def test_the_range_of_the_metadata_decides(version: str, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:

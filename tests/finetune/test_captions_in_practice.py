@@ -147,18 +147,6 @@ def test_captions_that_are_cut_or_unknown_are_counted(tmp_path: Path) -> None:
     assert '1 of 3 prompts without a known token: "一只狗"' in line
 
 
-def test_the_tokenizer_of_a_pipeline_counts_unless_it_has_a_template(tmp_path: Path) -> None:
-    pytest.importorskip("diffusers")
-    for name, subfolder, counts in (("Flux", "tokenizer_2", True), ("QwenImage", "tokenizer", False)):
-        folder = tmp_path / name
-        tiny_pipelines.t5_tokenizer().save_pretrained(folder / subfolder)
-        (folder / "model_index.json").write_text(json.dumps({"_class_name": f"{name}Pipeline"}))
-        found = tokenizer_of(tmp_path, f"--text_encoder.path={folder}", "--text_encoder.max_length=5")
-        assert (found is not None) == counts
-        if counts:
-            assert found.max_length == 5 and found.count(["a ball"])[0].length > found.count([""])[0].length == 1
-
-
 def test_the_line_is_the_same_with_a_full_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "data", {"a.png": {"text": "a red dog in deep snow"}, "b.png": {"text": "a dog"}})
     config = load_config([*flags_for(data), "--text_encoder.max_length=4", "--sampling.prompts", "a cat in the snow"])
@@ -341,17 +329,6 @@ def test_an_evaluation_in_training_needs_pictures_to_compare(
     outcome = run_script("torchditan", "train", *tiny_runs.job(tmp_path / "run", *given))
     assert outcome.code == 2
     assert_refused(outcome.err, "evaluation.freq = 3", [mentions])
-
-
-def test_embeddings_that_are_looked_up_keep_the_negative_prompt() -> None:
-    flags = ["--dataset.dataset_name=scenes", "--model.text=in_context", "--sampling.negative_prompt=a red circle"]
-    config = load_config(flags)
-    source: Any = build_dataset(config.dataset, split="train", input_channels=3)
-    dataset: Any = open_captions(config, source, None, rank=ALONE)[0]
-    expected = dataset.texts("a red circle")
-    for rows in (dataset.prompts, dataset.rows_of(["a blue square"]), encode_prompts(config, ["x"], rank=ALONE)[0]):
-        assert rows.negative is not None
-        assert all(torch.equal(rows.negative[name], expected[name]) for name in expected)
 
 
 def test_prompts_of_an_evaluation_are_all_captions_before_one_occurs_again(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import tiny_pipelines
 from refusals import refused
 
 from torchditan import load
+from torchditan.finetune.published.flux import pack, unpack
 from torchditan.randomness import normal
 from torchditan.weights.trained_model import TrainedModel
 
@@ -83,23 +84,16 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("sd3", marks=pytest.mark.nightly)])
-def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(name, pipelines, run_script, tmp_path) -> None:
+def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(pipelines, run_script, tmp_path) -> None:
     images = write_balls(tmp_path / "balls")
-    steps = {"flux": 120, "sd3": 560}[name]
-    options = {
-        "lora.rank": 64,
-        "lora.alpha": 32,
-        "training.steps": steps,
-        "optimizer.lr": 6e-3,
-        "diffusion.timestep_shift": 1,
-    }
-    found = flags(name, pipelines[name], images, tmp_path / "out", **options)
+    options = {"lora.rank": 64, "lora.alpha": 32, "training.steps": 120, "optimizer.lr": 6e-3}
+    options["diffusion.timestep_shift"] = 1
+    found = flags("flux", pipelines["flux"], images, tmp_path / "out", **options)
     outcome = run_script("train.py", *found, "--lora.target_modules=.*", "--lr_scheduler.schedule=cosine")
     assert outcome.code == 0, outcome.err
     curve = losses(tmp_path / "out/run")
     end = sum(curve[-10:]) / 10
-    print(f"{name}: loss {curve[0]:.3f} -> {end:.3f} ({end / curve[0]:.1%})")
+    print(f"loss {curve[0]:.3f} -> {end:.3f} ({end / curve[0]:.1%})")
     assert end < 0.2 * curve[0]
 
     file = tmp_path / "lora/balls.safetensors"
@@ -111,7 +105,7 @@ def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(name, p
     trained = TrainedModel.load(tmp_path / "out/run", device=CPU)
     rows = trained.encode_prompts(["a red ball"])
     ours = trained.generate_rows(rows, samples_per_row=1, seed=0, batch_size=1)[0]
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(pipelines[name])
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(pipelines["flux"])
     pipeline.set_progress_bar_config(disable=True)
     base = draw(pipeline, "a red ball", trained)
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
@@ -135,13 +129,8 @@ def draw(pipeline: Any, prompt: str, trained: TrainedModel) -> torch.Tensor:
     pipeline.scheduler = type(pipeline.scheduler).from_config(
         pipeline.scheduler.config, use_dynamic_shifting=False, shift=1.0
     )
-    if trained.spec.name == "flux":
-        from torchditan.finetune.published.flux import pack, unpack
-
-        latents = pipeline(prompt, latents=pack(noise), guidance_scale=3.5, **common).images
-        return unpack(latents, *noise.shape[-2:])
-    grid = [1 - i / 4 for i in range(4)]
-    return pipeline(prompt, latents=noise, guidance_scale=0, sigmas=grid, **common).images
+    latents = pipeline(prompt, latents=pack(noise), guidance_scale=3.5, **common).images
+    return unpack(latents, *noise.shape[-2:])
 
 
 def test_the_cache_is_filled_once_and_never_stale(pipelines, run_script, tmp_path) -> None:
@@ -252,7 +241,7 @@ def test_own_prompts_are_compared_with_the_original_models_samples(pipelines, ru
     assert "psnr" not in (tmp_path / "out/without/metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("kind", ["lora", "full", "continued"])
+@pytest.mark.parametrize("kind", ["lora", "continued"])
 def test_the_original_is_drawn_next_to_its_fine_tune(kind, pipelines, run_script, tmp_path) -> None:
     images, out, drawn = write_balls(tmp_path / "balls"), tmp_path / "out", tmp_path / "drawn.png"
     options: dict[str, Any] = {"lora.rank": 2} if kind == "lora" else {}
@@ -303,18 +292,12 @@ BAD = [
     ({"text_encoder.path": "{sd3}"}, "encoders do not match flux"),
     ({"lora.rank": 4, "lora.target_modules": "to_qq"}, "their names end in"),
     ({"lora.rank": 4, "lora.assistant_path": "nothing.safetensors"}, "lora.assistant_path"),
-    ({"lora.target_modules": "to_q"}, "has no effect with lora.rank 0"),
     ({"quantize.base": "int8"}, "set lora.rank"),
     ({"lora.rank": 4, "float8.enable_float8_linear": "true"}, "float8.enable_float8_linear"),
     ({"dataset.dataset_name": "digits", "dataset.root_dir": "none", "dataset.image_size": "none"}, "input_channels"),
-    ({"model.overrides": "num_layers"}, "must be NAME=VALUE"),
     ({"model.overrides": "num_layers=4"}, "is another model"),
-    ({"model.flavor": "FLUX.1-pro"}, "did you mean"),
-    ({"autoencoder.sample_posterior": "true"}, "autoencoder.sample_posterior"),
-    ({"dataset.image_size": 40}, "dataset.image_size"),
     ({"dataset.image_size": 60}, "dataset.image_size = [60, 60]: must be a multiple of 8, the downsampling of diff"),
     ({"diffusion.objective": "ddpm"}, "flux was trained with flow_matching"),
-    ({"sampling.prompts": "", "training.mixed_precision_param": "float64"}, "mixed_precision_param"),
 ]
 
 
@@ -328,7 +311,7 @@ def test_bad_input_is_one_line(options, message, pipelines, run_script, tmp_path
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in outcome.err, outcome.err
 
 
-@pytest.mark.parametrize("step", [8, 12, 16])
+@pytest.mark.parametrize("step", [12, 16])
 def test_every_bucket_is_checked_before_anything_is_encoded(step, pipelines, run_script, tmp_path) -> None:
     images = write_balls(tmp_path / "balls")
     with Image.open(images / "red.png") as square:
@@ -383,18 +366,6 @@ def test_encoders_of_another_width_are_told_in_a_line(run_script, tmp_path) -> N
     wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
     outcome = run_script("train.py", *flags("flux", wide, write_balls(tmp_path / "balls"), tmp_path / "out"))
     assert outcome.code == 2 and "its encoders give prompt_embeds of shape [8, 64]" in outcome.err, outcome.err
-
-
-def test_encoders_of_another_width_are_told_when_drawing_too(pipelines, run_script, tmp_path) -> None:
-    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **{"lora.rank": 2})
-    assert run_script("train.py", *found, "--training.steps=1").code == 0
-    pipeline = tiny_pipelines.flux()
-    pipeline.text_encoder_2 = tiny_pipelines.t5(64)
-    wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
-    drawing = ["--prompts", "a red ball", f"--text_encoder.path={wide}", f"--out={tmp_path / 'drawn.png'}"]
-    outcome = run_script("torchditan", "generate", tmp_path / "out/run", *drawing)
-    assert outcome.code == 2 and "its encoders give prompt_embeds of shape [8, 64]" in outcome.err, outcome.err
-    assert not (tmp_path / "drawn.png").exists()
 
 
 def test_a_video_model_trained_in_full_is_sampled_with_its_tables_of_positions(run_script, tmp_path) -> None:

@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
@@ -21,8 +15,6 @@ pytest.importorskip("peft")
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.compilation import compile_model
-from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.finetune.int8 import Int8Linear, base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import add_lora, init_lora, lora_parameters
 
@@ -49,8 +41,7 @@ def test_a_row_of_zeros_stays_one() -> None:
     assert scale.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_forward_and_backward_are_those_of_the_dequantised_layer(dtype: torch.dtype, bias: bool) -> None:
     linear = nn.Linear(64, 48, bias=bias, dtype=dtype)
     layer = Int8Linear.from_linear(linear)
@@ -76,23 +67,6 @@ def test_nothing_of_the_size_of_a_float_weight_is_saved_for_backward() -> None:
         (torch.int8, (48, 64))
     ]
     assert all(tensor.numel() <= 48 for tensor in saved if tensor.dtype == torch.float32)
-
-
-def test_weights_of_the_blocks_take_half_of_bfloat16() -> None:
-    def size(base: Any) -> int:
-        with torch.device("meta"):
-            model = tiny_flux(width=256)
-        quantize_base(model, blocks_of(model), base=base)
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        inside = [module for block in blocks_of(model) for module in block.modules() if module in linears]
-        return sum(
-            parameter.numel() * parameter.itemsize
-            for module in inside
-            for name, parameter in module.named_parameters()
-            if name != "bias"
-        )
-
-    assert 0.5 < size("int8") / size("bfloat16") < 0.52
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "int8"])
@@ -157,27 +131,17 @@ def train(model: Any, inputs: Any, *, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("build", "inputs"), [(tiny_flux, flux_inputs), (tiny_sd3, sd3_inputs)])
-def test_int8_trains_as_bfloat16_does(build: Any, inputs: Any) -> None:
-    state = seeded(build).state_dict()
+def test_int8_trains_as_bfloat16_does() -> None:
+    state = seeded(tiny_flux).state_dict()
     curves = {}
     for base in ("bfloat16", "int8"):
-        model = build_lora(build, base=base, state=state).to(torch.bfloat16)  # as FSDP computes
+        model = build_lora(tiny_flux, base=base, state=state).to(torch.bfloat16)  # as FSDP computes
         for _, parameter in lora_parameters(model):
             parameter.data = parameter.data.float()
-        curves[base] = train(model, inputs(dtype=torch.bfloat16), steps=50)
+        curves[base] = train(model, flux_inputs(dtype=torch.bfloat16), steps=50)
     assert curves["int8"][-1] < 0.9 * curves["int8"][0]
     for int8, bfloat16 in zip(curves["int8"], curves["bfloat16"], strict=True):
         assert int8 == pytest.approx(bfloat16, rel=0.02)
-
-
-def test_a_state_dict_round_trips() -> None:
-    state = seeded(tiny_flux).state_dict()
-    model = build_lora(tiny_flux, base="int8", state=state)
-    other = build_lora(tiny_flux, base="int8", state={name: torch.zeros_like(value) for name, value in state.items()})
-    other.load_state_dict(copy.deepcopy(model.state_dict()))
-    inputs = flux_inputs(dtype=torch.bfloat16)
-    assert torch.equal(predict(other, inputs), predict(model, inputs))
 
 
 @pytest.mark.parametrize("mode", ["full", "op"])
@@ -195,84 +159,6 @@ def test_recomputed_activations_change_no_gradient(mode: str) -> None:
         predict(model, flux_inputs(dtype=torch.bfloat16)).float().square().mean().backward()
         gradients.append([parameter.grad for _, parameter in lora_parameters(model)])
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
-
-
-@pytest.mark.nightly
-def test_blocks_compile_into_one_graph_each() -> None:
-    state = seeded(tiny_flux).state_dict()
-    models = [build_lora(tiny_flux, base="int8", state=state) for _ in range(2)]
-    for blocks in (models[1].transformer_blocks, models[1].single_transformer_blocks):
-        compile_model(nn.Identity(), blocks=blocks, options=CompileOptions())
-    curves = [train(model, flux_inputs(dtype=torch.bfloat16), steps=3) for model in models]
-    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
-    assert curves[1] != [curves[1][0]] * 3
-
-
-def train_on_ranks(rank: int, world_size: int, folder: str) -> None:
-    """Five steps in both precisions, each rank with its share of the batch; results in one file per rank."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{world_size}", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-        results = {dtype: train_sharded(mesh, param_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
-        torch.save(results, f"{folder}/results-{world_size}-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def train_sharded(mesh: Any, *, param_dtype: torch.dtype) -> dict[str, Any]:
-    """Losses over all ranks, full weights, and the dtype in which an int8 weight was gathered."""
-    state = seeded(tiny_flux).state_dict()
-    with torch.device("meta"):
-        model = tiny_flux()
-    quantize_base(model, blocks_of(model), base="int8")
-    add_lora(model, rank=4, alpha=8, target_modules=TARGETS)
-    parallelize(model, blocks=nn.ModuleList(blocks_of(model)), mesh=mesh, param_dtype=param_dtype)
-    model.to_empty(device="cpu")
-    for name in base_names(model):
-        fill_parameter(model, name, state[name])
-    init_lora(model, seed=0)
-
-    gathered: set[torch.dtype] = set()
-    layer = model.transformer_blocks[0].attn.to_k
-    layer.register_forward_pre_hook(lambda module, _: gathered.add(module.weight.dtype))
-    rank, world_size = mesh.get_local_rank(), mesh.size()
-    share = slice(rank * 2 // world_size, (rank + 1) * 2 // world_size)
-    inputs = flux_inputs(dtype=param_dtype)
-    inputs = {name: value if name.endswith("ids") else value[share] for name, value in inputs.items()}
-    target = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1))[share]
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    losses = []
-    for _ in range(5):
-        loss = (predict(model, inputs).float() - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach() / world_size
-        dist.all_reduce(mean)
-        losses.append(mean.item())
-    parameters = dict(model.named_parameters())
-    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in parameters.items()}
-    return {"losses": losses, "gathered": gathered, "weights": weights}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fork_server")
-def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
-    train_on_ranks(0, 1, str(tmp_path))
-    mp.start_processes(train_on_ranks, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver")
-    one, two = (torch.load(tmp_path / f"results-{size}-0.pt", weights_only=False) for size in (1, 2))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
-        assert two[dtype]["losses"] == pytest.approx(one[dtype]["losses"], rel=tolerance)
-        assert one[dtype]["losses"][-1] < one[dtype]["losses"][0]
-        for name, weight in one[dtype]["weights"].items():
-            if ".lora_" not in name:
-                assert torch.equal(weight, two[dtype]["weights"][name]), name
-    torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if torch_version >= (2, 13):  # torch 2.11 casts integers too
-        assert two[torch.bfloat16]["gathered"] == {torch.int8}
-    assert two[torch.bfloat16]["weights"]["transformer_blocks.0.attn.to_k.weight"].dtype == torch.int8
 
 
 def test_a_weight_that_was_gathered_in_the_precision_of_the_run_gives_the_same() -> None:

@@ -34,7 +34,6 @@ from torchditan.finetune.lora import (
     init_lora,
     load_assistant,
     lora_parameters,
-    set_active_adapters,
     without_assistant,
 )
 from torchditan.finetune.lora_export import export_lora
@@ -127,8 +126,6 @@ def test_patterns_are_ends_of_names_or_whole_regular_expressions() -> None:
     ("patterns", "message"),
     [
         (["to_q", "to_qq"], 'lora.target_modules = "to_qq": matches no linear layer; their names end in add_k_proj, '),
-        (["norm_q"], "add_q_proj, .*to_add_out, to_k, to_out.0, to_q, to_v, x_embedder"),
-        (["q"], "matches no linear layer"),
         (["to_(q"], r'lora.target_modules = "to_\(q": is not a valid regular expression'),
         ([], r"lora.target_modules = \[\]: must name at least one layer"),
     ],
@@ -160,25 +157,6 @@ def test_initial_values_are_those_of_peft_and_depend_on_seed_and_name_alone() ->
     assert not torch.equal(first[next(iter(first))], next(lora_parameters(model))[1])
 
 
-def test_alpha_over_rank_scales_the_update() -> None:
-    model = with_lora(tiny_flux, rank=4, alpha=6)
-    weights = randomise(model)
-    layer = model.transformer_blocks[0].attn.to_q
-    x = torch.randn(3, 32)
-    name = "transformer_blocks.0.attn.to_q"
-    update = x @ weights[f"{name}.lora_A.default.weight"].T @ weights[f"{name}.lora_B.default.weight"].T
-    assert torch.allclose(layer(x), layer.base_layer(x) + 1.5 * update, atol=1e-6)
-
-
-def test_switching_adapters_leaves_what_is_trainable() -> None:
-    model = with_lora(tiny_flux)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for names in ([], ["default"], ["default", "assistant"], []):
-        set_active_adapters(model, names)
-        assert active_adapters(model) == names
-        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trainable
-
-
 def assistant_file(build: Any, path: Path, *, rank: int = 2, alpha: float = 3.0, **options: Any) -> Any:
     """A LoRA file of other layers, rank and alpha than the trained one; returns the model that it came from."""
     teacher = with_lora(build, rank=rank, alpha=alpha, targets=("to_v", "attn.to_out.0", "ff.net.2"))
@@ -188,8 +166,9 @@ def assistant_file(build: Any, path: Path, *, rank: int = 2, alpha: float = 3.0,
     return teacher
 
 
-@pytest.mark.parametrize(("build", "inputs"), FAMILIES)
-@pytest.mark.parametrize("kind", ["diffusers", "kohya"])
+@pytest.mark.parametrize(
+    ("build", "inputs", "kind"), [(tiny_flux, flux_inputs, "kohya"), (tiny_sd3, sd3_inputs, "diffusers")]
+)
 def test_an_assistant_acts_in_training_only_and_never_changes(
     build: Any, inputs: Any, kind: Any, tmp_path: Path
 ) -> None:
@@ -218,23 +197,6 @@ def test_an_assistant_acts_in_training_only_and_never_changes(
         assert torch.equal(predict(model, inputs()), predict(alone, inputs()))
     assert torch.equal(predict(model, inputs()), with_both)
     assert not torch.allclose(with_both, predict(alone, inputs()), atol=1e-4)
-
-
-def test_an_assistant_is_added_on_meta_and_filled_afterwards(tmp_path: Path) -> None:
-    teacher = assistant_file(tiny_flux, tmp_path / "assistant.safetensors")
-    state = seeded(tiny_flux).state_dict()
-    with torch.device("meta"):
-        model = tiny_flux()
-    quantize_base(model, blocks_of(model), base="float32")
-    add_lora(model, rank=4, alpha=4, target_modules=["to_q"])
-    weights = load_assistant(model, tmp_path / "assistant.safetensors")
-    assert all(parameter.is_meta for parameter in model.parameters())
-    model.to_empty(device="cpu")
-    for name in base_names(model):
-        fill_parameter(model, name, state[name])
-    init_lora(model, seed=0)
-    fill_adapter(model, weights)
-    assert torch.allclose(predict(model, flux_inputs()), predict(teacher, flux_inputs()), atol=1e-5)
 
 
 def test_a_sharded_recomputing_int8_model_switches_its_assistant(tmp_path: Path) -> None:
@@ -292,11 +254,10 @@ class CastByAutograd(torch.nn.Module):
         return torch.func.functional_call(self.model, copies, kwargs=inputs)
 
 
-@pytest.mark.parametrize(("base", "checkpointing"), [("bfloat16", "none"), ("int8", "full")])
-def test_one_process_copies_no_frozen_weight_that_needs_no_cast(base: Any, checkpointing: Any) -> None:
+def test_one_process_copies_no_frozen_weight_that_needs_no_cast() -> None:
     def built() -> Any:
         model = seeded(tiny_flux)
-        quantize_base(model, blocks_of(model), base=base)
+        quantize_base(model, blocks_of(model), base="int8")
         add_lora(model, rank=4, alpha=4, target_modules=["to_q", "to_v"])
         init_lora(model, seed=0)
         return model
@@ -315,11 +276,11 @@ def test_one_process_copies_no_frozen_weight_that_needs_no_cast(base: Any, check
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         blocks, mesh = torch.nn.ModuleList(blocks_of(model)), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-        parallelize(model, blocks=blocks, mesh=mesh, activation_checkpoint=checkpointing, param_dtype=torch.bfloat16)
+        parallelize(model, blocks=blocks, mesh=mesh, activation_checkpoint="full", param_dtype=torch.bfloat16)
         assert train(model, flux_inputs(dtype=torch.bfloat16), steps=5) == expected
     finally:
         dist.destroy_process_group()
-    assert {name.rpartition(".")[2] for name in copied} == ({"scale"} if base == "int8" else set())
+    assert {name.rpartition(".")[2] for name in copied} == {"scale"}
 
 
 @pytest.mark.parametrize(
@@ -364,7 +325,6 @@ def test_alpha_is_found_where_other_programs_state_it(alpha: float, place: str, 
         ("ranks", "another model: transformer_blocks.0.attn.to_v maps 32 to 32 here"),
         ("alpha", r"to_v.alpha has shape \[2\]"),
         ("scalar", r"to_v.lora_B.weight has shape \[\]"),
-        ("empty", r"to_v.lora_A.weight has shape \[0, 32\]"),
         ("half", "is not a LoRA: it has no pairs of lora_A and lora_B"),
         ("absent", "cannot be read: No such file"),
         ("text", "is not a safetensors file, or is truncated"),
@@ -380,10 +340,10 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(damage: str, message: s
         assistant_file(lambda: tiny_flux(width=48), path)
     elif damage == "weights":
         save_file({"proj_out.weight": torch.ones(2, 2)}, path)
-    elif damage in ("ranks", "alpha", "scalar", "empty"):
+    elif damage in ("ranks", "alpha", "scalar"):
         layer = "transformer.transformer_blocks.0.attn.to_v"
         up = {"ranks": torch.ones(32, 3), "scalar": torch.tensor(1.0)}.get(damage, torch.ones(32, 2))
-        state = {f"{layer}.lora_A.weight": torch.ones(0 if damage == "empty" else 2, 32), f"{layer}.lora_B.weight": up}
+        state = {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": up}
         save_file(state | ({f"{layer}.alpha": torch.ones(2)} if damage == "alpha" else {}), path)
     elif damage == "half":
         save_file({"transformer.transformer_blocks.0.attn.to_v.lora_A.weight": torch.ones(2, 32)}, path)

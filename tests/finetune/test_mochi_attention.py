@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("diffusers")
 
 from torchditan.finetune.published import mochi
-from torchditan.finetune.published.mochi import attend_by_sequences, attend_with_mask, valid_first
+from torchditan.finetune.published.mochi import attend_by_sequences, attend_with_mask
 
 
 class Kernel:
@@ -65,14 +65,6 @@ def test_valid_tokens_get_the_same_results_and_gradients_without_the_work_for_pa
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert kernel.num_pairs == sum((NUM_VIDEO + n) ** 2 + (NUM_TEXT - n) ** 2 for n in VALID)
-
-
-def test_valid_tokens_come_first_in_their_order() -> None:
-    mask = torch.tensor([[False, True, True, False], [True, False, False, True], [True, True, False, False]])
-    tokens = torch.arange(12.0).view(3, 4, 1)
-    found, found_mask = valid_first(tokens, mask)
-    assert found[..., 0].tolist() == [[1, 2, 0, 3], [4, 7, 5, 6], [8, 9, 10, 11]]
-    assert found_mask.tolist() == [[True, True, False, False]] * 3
 
 
 def test_the_prediction_is_the_same_whatever_tokens_are_valid(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from debugmodels import MODELS, built, inputs_of, pristine, spec_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.overrides import TorchFunctionMode
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Model
@@ -25,7 +23,6 @@ from torchditan.finetune.published import family
 from torchditan.models import build_model_spec
 from torchditan.models.flops import count_model_flops
 from torchditan.models.spec import ModelSpec
-from torchditan.registry import FAMILIES
 
 pytest.importorskip("diffusers")
 
@@ -44,29 +41,6 @@ PUBLISHED = {
 
 def published_spec(name: str, flavor: str, sample_shape: tuple[int, ...]) -> ModelSpec:
     return build_model_spec(Model(name=name, flavor=flavor), sample_shape=sample_shape, num_classes=0)
-
-
-FLAVORS = {
-    "flux": ("debugmodel", "FLUX.1-dev", "FLUX.1-schnell"),
-    "sd3": ("debugmodel", "SD3-medium", "SD3.5-medium", "SD3.5-large"),
-    "sdxl": ("debugmodel", "SDXL"),
-    "mochi": ("debugmodel", "Mochi-1"),
-    "hunyuan_video": ("debugmodel", "HunyuanVideo"),
-    "wan": ("debugmodel", "debugmodel-i2v", "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.1-I2V-14B"),
-    "qwen_image": ("debugmodel", "Qwen-Image"),
-}
-
-
-def test_every_family_and_flavor_of_older_configurations_is_there():
-    assert {name: tuple(family(name).flavors) for name in FLAVORS} == FLAVORS
-
-
-def test_every_family_has_the_name_of_its_line_and_pipelines_on_the_hub():
-    for name in FAMILIES:
-        assert family(name).name == name
-        assert all(
-            flavor.hub_name.count("/") == 1 for key, flavor in family(name).flavors.items() if "debug" not in key
-        )
 
 
 @pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
@@ -116,17 +90,14 @@ def mochi_forward_flops(config: dict, sample_shape: tuple[int, ...], text_length
     return 2 * (macs + pool + time + ends + angles + text * text_width * narrow)
 
 
-@pytest.mark.parametrize(
-    ("flavor", "sample_shape"),
-    [("debugmodel", (12, 2, 8, 12)), pytest.param("Mochi-1", (12, 28, 60, 106), marks=pytest.mark.nightly)],
-)
-def test_mochi_counts_what_a_closed_form_says(flavor, sample_shape):
-    spec = published_spec("mochi", flavor, sample_shape)
+def test_mochi_counts_what_a_closed_form_says():
+    sample_shape = (12, 2, 8, 12)
+    spec = published_spec("mochi", "debugmodel", sample_shape)
     text_length = spec.conditioning.tensors["prompt_embeds"].shape[0]
     flops = count_model_flops(spec)
     assert flops.forward == mochi_forward_flops(spec.config, sample_shape, text_length)
     # Of the inputs' own layers there is no input gradient.
-    assert flops.total / (3 * flops.forward) == pytest.approx(1, abs=0.02 if flavor == "debugmodel" else 1e-3)
+    assert flops.total / (3 * flops.forward) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "flavor"), MODELS)
@@ -139,20 +110,6 @@ def test_example_inputs_fit_and_flops_are_counted(name, flavor):
     flops = count_model_flops(spec)
     assert 2.8 * flops.forward < flops.total < 3 * flops.forward
     assert min(flops.per_token, flops.attention, flops.per_image, flops.per_condition) > 0
-
-
-@pytest.mark.parametrize(("name", "flavor"), MODELS)
-def test_blocks_come_in_the_order_they_run(name, flavor):
-    spec = spec_of(name, flavor)
-    model = built(spec)
-    blocks, ran = list(spec.blocks(model)), []
-    for block in blocks:
-        block.register_forward_hook(lambda module, *_: ran.append(module))
-    with torch.no_grad():
-        model(*inputs_of(spec))
-    assert ran == blocks
-    inside = sum(parameter.numel() for block in blocks for parameter in block.parameters())
-    assert inside > 0.5 * sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("name", "flavor"), MODELS)
@@ -286,34 +243,3 @@ def test_an_image_model_of_wan_takes_captions_of_one_length():
         build_model_spec(
             Model(name="wan", flavor="debugmodel-i2v"), sample_shape=(16, 2, 8, 12), num_classes=0, text_length=77
         )
-
-
-def test_the_worked_example_is_the_file_itself():
-    repository = Path(__file__).parents[2]
-    page = (repository / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
-    code = (repository / "torchditan" / "finetune" / "published" / "qwen_image.py").read_text(encoding="utf-8")
-    pieces = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(pieces) > 5
-    assert [piece for piece in pieces if piece not in code] == []
-
-
-class HostCopies(TorchFunctionMode):
-    """Counts the tensors made from numbers on the host, each of which the host waits for on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor):
-            self.found.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("name", "flavor"), MODELS)
-def test_no_forward_copies_numbers_from_the_host(name, flavor):
-    spec = spec_of(name, flavor)
-    model = built(spec)
-    with HostCopies() as copies:
-        model(*inputs_of(spec))
-    assert not copies.found

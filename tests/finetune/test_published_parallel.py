@@ -85,33 +85,18 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
         assert all(torch.equal(grad, found[key]) for key, grad in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "flavor"),
-    [
-        pytest.param(*model, marks=pytest.mark.slow if model[0] == "sd3" else pytest.mark.nightly)
-        for model in MODELS
-        if model[0] not in ("flux", "qwen_image")
-    ],
-)
-def test_whole_models_compile_into_one_graph(name, flavor, mesh):
-    """The two others are refused. In bf16 one graph rounds the gradients differently: by up to 1.4% of their norm."""
+@pytest.mark.slow
+def test_a_whole_model_compiles_into_one_graph(mesh):
+    """In bf16 one graph rounds the gradients differently: by up to 1.4% of their norm."""
     options = CompileOptions(backend="eager", scope="model")
     for dtype, most in ((torch.float32, 0.0), (torch.bfloat16, 0.02)):
         torch.compiler.reset()
-        loss, model = trained(name, flavor, mesh, param_dtype=dtype)
-        again, compiled = trained(name, flavor, mesh, param_dtype=dtype, compile=options)
+        loss, model = trained("sd3", "debugmodel", mesh, param_dtype=dtype)
+        again, compiled = trained("sd3", "debugmodel", mesh, param_dtype=dtype, compile=options)
         assert again == loss
         found = gradients(compiled)
         for key, gradient in gradients(model).items():
             assert (found[key] - gradient).norm() <= most * gradient.norm(), (dtype, key)
-
-
-@pytest.mark.nightly
-def test_flux_compiles_with_inductor(mesh):
-    torch.compiler.reset()
-    loss, _ = trained("flux", "debugmodel", mesh, param_dtype=torch.float32)
-    compiled, _ = trained("flux", "debugmodel", mesh, param_dtype=torch.float32, compile=CompileOptions())
-    assert compiled == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image"])

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.finetune.published import family
-from torchditan.finetune.published.flux import exponential_shift, pack, unpack
+from torchditan.finetune.published.flux import pack, unpack
 from torchditan.finetune.published.wan import first_frame_condition
 
 diffusers = pytest.importorskip("diffusers")
@@ -56,16 +58,8 @@ def pipeline_around(name: str, transformer: nn.Module, *, scheduler: Any, empty:
     return pipeline
 
 
-def euler(**options: Any) -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(**options)
-
-
 def frames_of(name: str, x: torch.Tensor) -> int:
     return (x.shape[2] - 1) * family(name).temporal_downsampling + 1
-
-
-def pixels_of(x: torch.Tensor) -> dict[str, int]:
-    return {"height": 8 * x.shape[-2], "width": 8 * x.shape[-1]}
 
 
 def assert_equal_predictions(name: str, calls: list[Call], *, thousand: bool = True) -> None:
@@ -88,108 +82,53 @@ def assert_equal_predictions(name: str, calls: list[Call], *, thousand: bool = T
     assert not torch.equal(calls[0].output, calls[1].output)
 
 
-def test_flux():
-    spec = spec_of("flux")
-    transformer = pristine(built(spec), spec)
-    pipeline = pipeline_around(
-        "flux", transformer, scheduler=euler(shift=1.0), empty=(*TWO_TEXTS, "image_encoder", "feature_extractor")
-    )
-    x, _, cond = inputs_of(spec)
-    calls = record(transformer)
-    pipeline(
-        prompt_embeds=cond["prompt_embeds"],
-        pooled_prompt_embeds=cond["pooled_prompt_embeds"],
-        latents=pack(x),
-        sigmas=SIGMAS,
-        num_inference_steps=2,
-        guidance_scale=GUIDANCE,
-        output_type="latent",
-        **pixels_of(x),
-    )
-    assert_equal_predictions("flux", calls, thousand=False)
+@dataclass(frozen=True)
+class Drawing:
+    """How a family's pipeline draws from given embeddings."""
+
+    scheduler: Callable[[], Any]
+    empty: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=lambda: {"sigmas": SIGMAS})
+    has_packed_latents: bool = False
+    has_timesteps_of_thousand: bool = True
 
 
-def test_sd3():
-    spec = spec_of("sd3")
-    transformer = pristine(built(spec), spec)
-    pipeline = pipeline_around("sd3", transformer, scheduler=euler(shift=1.0), empty=THREE_TEXTS)
-    x, _, cond = inputs_of(spec)
-    calls = record(transformer)
-    pipeline(
-        prompt_embeds=cond["prompt_embeds"],
-        pooled_prompt_embeds=cond["pooled_prompt_embeds"],
-        latents=x,
-        sigmas=SIGMAS,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        output_type="latent",
-        **pixels_of(x),
-    )
-    assert_equal_predictions("sd3", calls)
+def plain_euler() -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)
 
 
-def test_hunyuan_video():
-    spec = spec_of("hunyuan_video")
-    transformer = pristine(built(spec), spec)
-    pipeline = pipeline_around("hunyuan_video", transformer, scheduler=euler(shift=1.0), empty=TWO_TEXTS)
-    x, _, cond = inputs_of(spec)
-    calls = record(transformer)
-    pipeline(
-        prompt_embeds=cond["prompt_embeds"],
-        pooled_prompt_embeds=cond["pooled_prompt_embeds"],
-        prompt_attention_mask=cond["prompt_attention_mask"],
-        latents=x,
-        sigmas=SIGMAS,
-        num_inference_steps=2,
-        num_frames=frames_of("hunyuan_video", x),
-        guidance_scale=GUIDANCE,
-        output_type="latent",
-        **pixels_of(x),
-    )
-    assert_equal_predictions("hunyuan_video", calls)
-
-
-def test_qwen_image():
-    spec = spec_of("qwen_image")
-    transformer = pristine(built(spec), spec)
-    pipeline = pipeline_around("qwen_image", transformer, scheduler=euler(shift=1.0), empty=TEXT)
-    x, _, cond = inputs_of(spec)
-    calls = record(transformer)
-    pipeline(
-        prompt_embeds=cond["prompt_embeds"],
-        prompt_embeds_mask=cond["prompt_embeds_mask"],
-        latents=pack(x),
-        sigmas=SIGMAS,
-        num_inference_steps=2,
-        output_type="latent",
-        **pixels_of(x),
-    )
-    assert_equal_predictions("qwen_image", calls, thousand=False)
-
-
-def unipc(flow_shift: float) -> Any:
+def unipc() -> Any:
     """The scheduler of Wan's pipelines."""
-    return diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
-    )
+    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
-def test_wan_from_text():
-    spec = spec_of("wan")
+GUIDED, UNGUIDED = ({"sigmas": SIGMAS, "guidance_scale": scale} for scale in (GUIDANCE, 1.0))
+DRAWINGS = {
+    "flux": Drawing(plain_euler, (*TWO_TEXTS, "image_encoder", "feature_extractor"), GUIDED, True, False),
+    "sd3": Drawing(plain_euler, THREE_TEXTS, UNGUIDED),
+    "hunyuan_video": Drawing(plain_euler, TWO_TEXTS, GUIDED),
+    "qwen_image": Drawing(plain_euler, TEXT, has_packed_latents=True, has_timesteps_of_thousand=False),
+    "wan": Drawing(unipc, TEXT, {"guidance_scale": 1.0}),
+}
+
+
+def draw_two_steps(pipeline: Any, x: torch.Tensor, cond: dict[str, torch.Tensor], **options: Any) -> None:
+    """From these embeddings."""
+    given = {key: value for key, value in cond.items() if key.startswith(("prompt", "pooled"))}
+    options = {"latents": x, "num_inference_steps": 2, "output_type": "latent", **options}
+    pipeline(**given, **options, height=8 * x.shape[-2], width=8 * x.shape[-1])
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_predictions_are_those_of_the_pipeline(name):
+    drawing, spec = DRAWINGS[name], spec_of(name)
     transformer = pristine(built(spec), spec)
-    pipeline = pipeline_around("wan", transformer, scheduler=unipc(3.0), empty=TEXT)
+    pipeline = pipeline_around(name, transformer, scheduler=drawing.scheduler(), empty=drawing.empty)
     x, _, cond = inputs_of(spec)
     calls = record(transformer)
-    pipeline(
-        prompt_embeds=cond["prompt_embeds"],
-        latents=x,
-        num_inference_steps=2,
-        num_frames=frames_of("wan", x),
-        guidance_scale=1.0,
-        output_type="latent",
-        **pixels_of(x),
-    )
-    assert_equal_predictions("wan", calls)
+    frames = {"num_frames": frames_of(name, x)} if x.dim() == 5 else {}
+    draw_two_steps(pipeline, x, cond, latents=pack(x) if drawing.has_packed_latents else x, **frames, **drawing.options)
+    assert_equal_predictions(name, calls, thousand=drawing.has_timesteps_of_thousand)
 
 
 def test_wan_from_an_image():
@@ -200,23 +139,15 @@ def test_wan_from_an_image():
     pipeline = diffusers.WanImageToVideoPipeline(
         vae=vae,
         transformer=transformer,
-        scheduler=unipc(3.0),
+        scheduler=unipc(),
         **dict.fromkeys((*TEXT, "image_encoder", "image_processor")),
     )
     pipeline.set_progress_bar_config(disable=True)
     x, _, cond = inputs_of(spec)
     pipeline.encode_image = lambda *_: cond["image_embeds"][:1]  # CLIP's part
     calls = record(transformer)
-    pipeline(
-        image=torch.rand(1, 3, 8 * x.shape[-2], 8 * x.shape[-1]),
-        prompt_embeds=cond["prompt_embeds"],
-        latents=x,
-        num_inference_steps=2,
-        num_frames=frames_of("wan", x),
-        guidance_scale=1.0,
-        output_type="latent",
-        **pixels_of(x),
-    )
+    image = torch.rand(1, 3, 8 * x.shape[-2], 8 * x.shape[-1])
+    draw_two_steps(pipeline, x, cond, image=image, num_frames=frames_of("wan", x), guidance_scale=1.0)
     condition = calls[0].arguments["hidden_states"][:, 16:]
     assert condition.shape[1] == 20
     assert torch.equal(first_frame_condition(condition[:, 4:]), condition)
@@ -233,23 +164,16 @@ def test_wan_from_an_image():
 def test_mochi(hides, monkeypatch):
     spec = spec_of("mochi")
     transformer = pristine(built(spec), spec)
-    pipeline = pipeline_around("mochi", transformer, scheduler=euler(invert_sigmas=True), empty=TEXT)
+    pipeline = pipeline_around(
+        "mochi", transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True), empty=TEXT
+    )
     # Its schedule is not at numbers that a thousandfold keeps exact.
     monkeypatch.setattr("diffusers.pipelines.mochi.pipeline_mochi.linear_quadratic_schedule", lambda *_: SIGMAS)
     x, _, cond = inputs_of(spec)
     if not hides:
         cond["prompt_attention_mask"].fill_(True)
     calls = record(transformer)
-    pipeline(
-        prompt_embeds=cond["prompt_embeds"],
-        prompt_attention_mask=cond["prompt_attention_mask"],
-        latents=x,
-        num_inference_steps=2,
-        num_frames=frames_of("mochi", x),
-        guidance_scale=1.0,
-        output_type="latent",
-        **pixels_of(x),
-    )
+    draw_two_steps(pipeline, x, cond, num_frames=frames_of("mochi", x), guidance_scale=1.0)
     model = built(spec)
     for call, sigma in zip(calls, SIGMAS, strict=True):
         t = call.arguments["timestep"] / 1000
@@ -269,15 +193,7 @@ def test_sdxl():
     pipeline = pipeline_around("sdxl", unet, scheduler=scheduler, empty=TWO_TEXTS)
     x, _, cond = inputs_of(spec)
     calls = record(unet)
-    pipeline(
-        prompt_embeds=cond["prompt_embeds"],
-        pooled_prompt_embeds=cond["pooled_prompt_embeds"],
-        latents=x,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        output_type="latent",
-        **pixels_of(x),
-    )
+    draw_two_steps(pipeline, x, cond, guidance_scale=1.0)
     model = built(spec)
     assert [call.arguments["timestep"].item() for call in calls] == [501, 1]
     for call in calls:
@@ -305,7 +221,7 @@ def test_samples_are_drawn_at_the_noise_levels_of_the_pipeline(name, flavor, opt
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     spec = spec_of(name, flavor)
-    scheduler = euler(**options)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**options)
     limits = {key: options[key] for key in ("base_shift", "max_shift") if key in options}
     mu = None
     if limits:
@@ -313,21 +229,3 @@ def test_samples_are_drawn_at_the_noise_levels_of_the_pipeline(name, flavor, opt
     scheduler.set_timesteps(sigmas=EVEN, mu=mu)
     ours = torch.tensor([1 - t for t in Timesteps(kind="uniform", shift=spec.timestep_shift).grid(28)])
     assert (scheduler.sigmas - ours).abs().max() < 1e-6
-
-
-def test_exponential_shift_at_its_ends():
-    assert exponential_shift(256) == pytest.approx(2.718281828**0.5)
-    assert exponential_shift(4096) == pytest.approx(2.718281828**1.15)
-
-
-def test_where_a_pipeline_visits_other_noise_levels_than_even_steps_shifted():
-    """SD3's last step is from the smallest noise level there is, and Wan's steps are even down to 0.001."""
-    ours = torch.tensor([1 - t for t in Timesteps(kind="uniform", shift=3.0).grid(28)])
-    sd3 = euler(shift=3.0)
-    sd3.set_timesteps(28)
-    assert (sd3.sigmas[0], ours[0]) == (1, 1)
-    assert sd3.sigmas[27] < 0.01 and ours[27] == pytest.approx(0.1)
-    wan = unipc(3.0)
-    wan.set_timesteps(28)
-    assert 0.002 < (wan.sigmas - ours).abs().max() < 0.003
-    assert wan.timesteps[1] == 987 and wan.sigmas[1] > 0.9877

@@ -84,37 +84,6 @@ def test_each_outcome_of_a_foreign_test_is_reported(fake: Path, tmp_path: Path) 
     assert (code, len(lines)) == (1, 6)
 
 
-def test_a_reason_for_a_test_that_does_not_exist_is_an_error(fake: Path, tmp_path: Path) -> None:
-    everything = {
-        "TestAdd::test_two": "a",
-        "TestAdd::test_other": "b",
-        "test_needs_data": "c",
-        "TestAdd::test_gone": "d",
-    }
-    code, out, _ = run(write_adapter(tmp_path, everything), "--source", fake)
-    assert (code, out.splitlines()[-1]) == (1, "  error   no test matches 'TestAdd::test_gone'")
-    del everything["TestAdd::test_gone"]
-    code, out, _ = run(write_adapter(tmp_path, everything), "--source", fake)
-    assert code == 0 and "passed 1, skipped 4, failed 0" in out
-    assert not list(fake.rglob("*.pyc")) and not (fake / ".pytest_cache").exists()
-
-
-def test_a_suite_that_cannot_be_imported_fails(fake: Path, tmp_path: Path) -> None:
-    (fake / "tests" / "test_add.py").write_text("import a_library_that_does_not_exist")
-    code, out, _ = run(write_adapter(tmp_path, {}), "--source", fake)
-    assert code == 1 and "failed  tests/test_add.py: not collected: " in out and "a_library_that_does_not_exist" in out
-
-
-def test_libraries_of_the_suite_that_its_tests_do_not_use_may_be_absent(fake: Path, tmp_path: Path) -> None:
-    test = "import absent.part as part\nfrom absent.other import Base\nclass Data(Base): pass\ndef test_it(): Data()"
-    (fake / "tests" / "test_add.py").write_text(test)
-    adapter = write_adapter(tmp_path, {})
-    assert run(adapter, "--source", fake)[0] == 1
-    adapter.write_text("import foreign_suite\nforeign_suite.stand_in_for(['absent'])\n" + adapter.read_text())
-    code, out, _ = run(adapter, "--source", fake)
-    assert code == 0 and "passed 1, skipped 0, failed 0" in out
-
-
 def test_a_wrong_source_is_one_line(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path, {})
     code, _, err = run(adapter)

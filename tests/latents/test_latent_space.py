@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import itertools
 import json
 import shutil
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +20,15 @@ from safetensors.torch import save_file
 from torchditan import load
 from torchditan.config import options
 from torchditan.config.errors import ConfigError
-from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.order import BatchPlan
 from torchditan.evaluation.during_training import TrainingEvaluation
 from torchditan.evaluation.grid_picture import save_grid
 from torchditan.latents import latent_space
-from torchditan.latents.latent_space import build_sample_space, decode_latents
+from torchditan.latents.latent_space import build_sample_space
 from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed, RunScript
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TINY = [
     "--model.flavor=debugmodel",
@@ -180,12 +174,6 @@ def test_online_encoding_holds_no_decoder(tmp_path: Path) -> None:
     assert space.to_pixels(batch["sample"]).shape == (1, 1, 8, 8)
 
 
-def test_generate_decodes_latents(stored_run: Path, tmp_path: Path, run_script: RunScript) -> None:
-    result = run_script("torchditan", "generate", stored_run, "--out=grid.png")
-    assert result.code == 0, result.err
-    assert is_picture(tmp_path / "grid.png")
-
-
 @pytest.mark.slow
 def test_one_curve_on_latents_with_any_ranks_and_workers(
     stored_run: Path, latents: Path, tmp_path: Path, run_distributed: RunDistributed
@@ -200,38 +188,6 @@ def test_one_curve_on_latents_with_any_ranks_and_workers(
             assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
 
 
-def rows(dataset: Any, *, rank: int, world_size: int, num_workers: int) -> dict[int, tuple[bytes, bytes, int]]:
-    plan = BatchPlan(batch_size=24 // world_size, global_batch_size=24, rank=rank, world_size=world_size)
-    stream = TrainingStream(
-        dataset,
-        plan=plan,
-        seed=3,
-        num_classes=10,
-        horizontal_flip=None,
-        corrupt_images="error",
-        num_workers=num_workers,
-        prefetch_factor=2,
-        pin_memory=False,
-    )
-    found = {}
-    for batch, randomness in itertools.islice(stream.batches(1488), 3):  # across the end of the first epoch, 1,498
-        for row, position in enumerate(batch["index"].tolist()):
-            latent = batch["latent"][row].view(torch.uint8).numpy().tobytes()
-            found[position] = (latent, randomness.noise[row].numpy().tobytes(), int(batch["class_label"][row]))
-    return found
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_and_workers_read_the_same_bytes(latents: Path, num_workers: int) -> None:
-    dataset = open_latents(latents)
-    alone = rows(dataset, rank=0, world_size=1, num_workers=0)
-    together: dict[int, tuple[bytes, bytes, int]] = {}
-    for rank in range(4):
-        together.update(rows(dataset, rank=rank, world_size=4, num_workers=num_workers))
-    assert alone == together
-    assert sorted(alone) == list(range(1488, 1488 + 72))
-
-
 def test_a_mirrored_sample_is_the_latent_of_the_mirrored_image(latents: Path) -> None:
     from torchditan.datasets import build_dataset
 
@@ -242,33 +198,6 @@ def test_a_mirrored_sample_is_the_latent_of_the_mirrored_image(latents: Path) ->
     real = build_dataset(options.Dataset(dataset_name="digits"), split="train")[5]["sample"]
     assert (pictures[0] - real).abs().max() < 0.02  # bf16
     assert (pictures[1] - real.flip(-1)).abs().max() < 0.02
-
-
-def test_no_decoder_is_held_between_grids(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[weakref.ref[Any]] = []
-    real_open = latent_space.open_autoencoder
-
-    def remember(*arguments: Any, **keywords: Any) -> Any:
-        autoencoder = real_open(*arguments, **keywords)
-        opened.append(weakref.ref(autoencoder))
-        return autoencoder
-
-    monkeypatch.setattr(latent_space, "open_autoencoder", remember)
-    dataset = open_latents(latents)
-    space = build_sample_space(options.Autoencoder(), dataset, device=CPU, needs_decoder=True)
-    assert space.to_pixels(torch.zeros(2, 3, 4, 4, 4)).shape == (2, 3, 1, 8, 8)
-    gc.collect()
-    assert len(opened) == 2 and all(reference() is None for reference in opened)
-
-
-def test_the_posterior_is_drawn_from_mean_and_variance() -> None:
-    from torchditan.latents.shards import to_sample
-
-    raw = {"latent": torch.full((1, 2, 1, 1), 3.0), "logvar": torch.full((1, 2, 1, 1), float(np.log(4.0)))}
-    noise = torch.tensor([[[[1.0]], [[-1.0]]]])
-    shift, scale = torch.tensor([1.0, 1.0]), torch.tensor([0.5, 1.0])
-    drawn = to_sample(raw, shift=shift, scale=scale, posterior_noise=noise)
-    assert drawn.flatten().tolist() == pytest.approx([(3 + 2 - 1) * 0.5, (3 - 2 - 1) * 1.0])
 
 
 def refused(match: str, *, dataset: Any, needs_decoder: bool = True, **section: Any) -> None:
@@ -319,16 +248,6 @@ def test_a_decoder_that_only_the_latents_name_may_be_missing(latents: Path, tmp_
         TrainingEvaluation(config, dataset=dataset, held_out=dataset, space=space, device=CPU)
 
 
-def test_channels_that_disagree_with_the_model_are_refused(
-    latents: Path, tmp_path: Path, run_script: RunScript
-) -> None:
-    flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--model.input_channels=16"]
-    result = run_script("train.py", *job(tmp_path / "run", *flags))
-    assert result.code == 2
-    assert result.err.startswith("error: model.input_channels = 16: ") and "4 channel" in result.err
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("config", ["llama3_latent_diffusion", "course.toml"])
 def test_the_jobs_of_the_course_project_train_on_the_public_file_as_it_is(
     tmp_path: Path, config: str, run_script: RunScript
@@ -349,12 +268,3 @@ def test_the_jobs_of_the_course_project_train_on_the_public_file_as_it_is(
     values = latents.double() * 16 / 255
     assert section["shift"] == pytest.approx(values.mean((0, 2, 3)).tolist(), abs=1e-6)
     assert section["scale"] == pytest.approx((1 / values.std((0, 2, 3), correction=0)).tolist(), rel=1e-6)
-
-
-def test_decoding_keeps_the_leading_dimensions_and_any_batch() -> None:
-    section = options.Autoencoder(name="haar", downsampling=2, shift=[0.0], scale=[1.0])
-    pictures = torch.rand(3, 7, 3, 8, 8) * 2 - 1
-    from torchditan.autoencoders import open_autoencoder
-
-    latents = open_autoencoder(section, device=CPU).encode(pictures.flatten(0, 1)).unflatten(0, (3, 7))
-    assert torch.allclose(decode_latents(section, latents, device=CPU), pictures, atol=1e-5)

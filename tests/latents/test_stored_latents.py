@@ -187,11 +187,8 @@ def test_an_array_takes_no_more_memory_than_its_bytes() -> None:
     [
         (["--dataset.dataset_name=digits", *HAAR], 'dataset.dataset_name = "digits"', ["webdataset", "--latents"]),
         ([*TARS, "--posterior"], "--posterior = true", ["variance"]),
-        ([*TARS, "--dataset.horizontal_flip"], "dataset.horizontal_flip = true", ["mirrored"]),
-        ([*TARS, "--dataset.image_size=8"], "dataset.image_size = ", ["autoencoder"]),
         ([*TARS, "--autoencoder.downsampling=2"], 'autoencoder.name = "haar"', ["12", "48"]),
         ([*TARS, "--latents=normalized"], '--latents = "normalized"', ["haar", "mean"]),
-        ([*TARS, "--latents=half"], "", ["mean", "normalized", "half"]),
         (["--convert=x.safetensors"], '--latents = "mean"', ["--convert"]),
         ([*TARS, "--dataset.root_dir=images"], 'dataset.root_dir = "images"', [".npy", ".safetensors"]),
         ([*TARS, "--dataset.root_dir=mixed"], 'dataset.root_dir = "mixed"', ["b.npy", "[48, 1, 1]", "[48, 2, 2]"]),

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tiny_runs import KEEP
 from torch import nn
 
 from torchditan.optim import loss_scaling
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.loss_scaling import INITIAL_SCALE, LossScaler
+from torchditan.run.reading import read_metrics
+
+if TYPE_CHECKING:
+    from tests.conftest import Train
 
 CPU = torch.device("cpu")
 
@@ -60,40 +67,13 @@ def test_the_scale_grows_again(monkeypatch) -> None:
     assert scales == [1, 1, 2, 2, 2, 4]
 
 
-def test_a_run_in_float16_follows_float32_and_resumes_with_its_scale(run_script, tmp_path) -> None:
-    flags = [
-        "--job.config_file=quickstart",
-        "--model.flavor=debugmodel",
-        f"--job.dump_folder={tmp_path}",
-        "--training.steps=6",
-        "--training.global_batch_size=8",
-        "--metrics.log_freq=1",
-        "--metrics.enable_sampling=false",
-        "--validation.freq=0",
-        "--checkpoint.enable_checkpoint",
-        "--lr_scheduler.schedule=constant",
-    ]
+def test_a_run_in_float16_follows_float32_and_resumes_with_its_scale(train: Train, tmp_path: Path) -> None:
     losses = {}
     for precision in ("float32", "float16"):
-        assert (
-            run_script(
-                "train.py",
-                *flags,
-                f"--training.mixed_precision_param={precision}",
-                f"--metrics.experiment_name={precision}",
-            ).code
-            == 0
-        )
-        lines = (tmp_path / precision / "metrics.jsonl").read_text().splitlines()
-        losses[precision] = [json.loads(line)["loss"] for line in lines]
+        train(precision, *KEEP, f"--training.mixed_precision_param={precision}")
+        losses[precision] = [record["loss"] for record in read_metrics(tmp_path / precision)]
     assert losses["float16"] != losses["float32"]
     assert losses["float16"] == pytest.approx(losses["float32"], rel=2e-3)
-    flags[3] = "--training.steps=8"
-    assert (
-        run_script(
-            "train.py", *flags, "--training.mixed_precision_param=float16", "--metrics.experiment_name=float16"
-        ).code
-        == 0
-    )
+    train("float16", *KEEP, "--training.mixed_precision_param=float16", "--training.steps=8")
     progress = json.loads((tmp_path / "float16/checkpoint/step-00000008/progress.json").read_text())
     assert progress["loss_scale"] == INITIAL_SCALE and progress["loss_scale_steps"] == 8

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,8 +24,7 @@ from torchditan.config.options import Model, Optimizer
 from torchditan.models import build_model_spec
 from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
-from torchditan.optim.ema import local_tensor
-from torchditan.optim.muon import Muon, lr_adjustment, newton_schulz_flops, num_matrices_of, orthogonalize
+from torchditan.optim.muon import Muon, num_matrices_of
 from torchditan.optim.optimizers import (
     OptimizerParts,
     build_optimizer,
@@ -38,7 +35,6 @@ from torchditan.optim.optimizers import (
 from torchditan.planner.memory import model_parameters, model_state
 from torchditan.planner.plan import plan_run
 from torchditan.run.reading import read_metrics
-from torchditan.trainer import Trainer
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
@@ -82,15 +78,13 @@ SWIGLU = {"attn.qkv": 3, "attn.proj": 1, "mlp.w12": 2, "mlp.w3": 1}
 @pytest.mark.parametrize(
     ("options", "of_muon"),
     [
-        ({}, SWIGLU),
         ({"preset": "official"}, {"attn.qkv": 3, "attn.proj": 1, "mlp.fc1": 1, "mlp.fc2": 1}),
-        ({"conditioning": "in_context"}, SWIGLU),
         (
             {"text": "cross_attention", "text_tokens": 4, "text_width": 16},
             {**SWIGLU, "cross_attn.q": 1, "cross_attn.kv": 2, "cross_attn.proj": 1},
         ),
     ],
-    ids=["adaln", "official", "in_context", "cross_attention"],
+    ids=["official", "cross_attention"],
 )
 def test_it_takes_the_matrices_of_the_blocks_and_adamw_the_rest(
     options: dict[str, Any], of_muon: dict[str, int]
@@ -107,8 +101,7 @@ def test_it_takes_the_matrices_of_the_blocks_and_adamw_the_rest(
     assert num_matrices_of("blocks.0.attn.qkv.weight", (128, 64)) == 1  # grouped queries
 
 
-@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("adjust_lr_fn", "nesterov"), [("original", True), ("match_rms_adamw", False)])
 def test_in_bfloat16_it_is_torchs_muon_on_each_matrix(adjust_lr_fn: Any, nesterov: bool) -> None:
     """After three steps from the same weights and gradients, with q, k and v as three parameters of torch's."""
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
@@ -135,29 +128,6 @@ def test_in_bfloat16_it_is_torchs_muon_on_each_matrix(adjust_lr_fn: Any, nestero
         torch.testing.assert_close(named[name].detach(), torch.cat(matrices).detach(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (24, 16), (16, 40)])
-def test_newton_schulz_keeps_singular_vectors_and_brings_singular_values_near_one(shape: tuple[int, int]) -> None:
-    draws = torch.Generator().manual_seed(0)
-    matrices = torch.randn(3, *shape, generator=draws, dtype=torch.float64)
-    u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
-    s = torch.linspace(1, 0.1, s.shape[1], dtype=torch.float64).expand_as(s)
-    found = orthogonalize(u @ s.diag_embed() @ vh, steps=5)
-    inside = u.mT @ found @ vh.mT  # diagonal if the vectors stayed
-    values = inside.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(inside, values.diag_embed(), rtol=0, atol=1e-9)
-    assert values.min() > 0.65 and values.max() < 1.25
-    assert not orthogonalize(torch.zeros(1, *shape), steps=5).any()
-
-
-def test_the_rate_of_a_matrix_depends_on_its_own_shape() -> None:
-    assert lr_adjustment("original", 400, 100) == 2 and lr_adjustment("original", 100, 400) == 1
-    assert lr_adjustment("match_rms_adamw", 400, 100) == lr_adjustment("match_rms_adamw", 100, 400) == 4
-    weight = nn.Parameter(torch.zeros(3 * 16, 16))
-    weight.grad = torch.randn(48, 16, generator=torch.Generator().manual_seed(0))
-    Muon([weight], lr=1.0, adjust_lr_fn="match_rms_adamw", num_matrices=3).step()
-    assert weight.detach().square().mean().sqrt().item() == pytest.approx(0.2, rel=0.15)  # Moonlight, section 2.2
-
-
 def test_the_adamw_part_follows_the_schedule_at_its_own_rate() -> None:
     model = small_dit()
     optimizer = build_optimizer(model, Optimizer(name="Muon", lr=0.02, adamw_lr=0.001))
@@ -167,7 +137,7 @@ def test_the_adamw_part_follows_the_schedule_at_its_own_rate() -> None:
     assert all("lr_scale" not in group for group in same.param_groups)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("bad", [float("nan"), 0.0])
 def test_a_step_that_diverges_changes_no_weight_and_no_momentum(bad: float) -> None:
     """`bad` 0: a spike of the loss at finite gradients."""
     model = small_dit()
@@ -200,31 +170,15 @@ def test_a_step_that_diverges_changes_no_weight_and_no_momentum(bad: float) -> N
     assert all(changed[: len(parameters)])
 
 
-def closed_form(spec: Any) -> int:
-    """FLOPs of Newton-Schulz by hand, for SwiGLU blocks."""
-    width, depth = spec.config.width, spec.config.depth
-    hidden = math.ceil(8 * width // 3 / 64) * 64
-    square, rectangle = 6 * width**3, 4 * width**2 * hidden + 2 * width**3
-    return int(5 * depth * (4 * square + 3 * rectangle))
-
-
-@pytest.mark.parametrize(
-    ("flavor", "shares"),
-    [("DiT-S", {16: 0.35, 256: 0.022}), pytest.param("DiT-XL", {256: 0.07}, marks=pytest.mark.nightly)],
-)
-def test_its_flops_are_those_of_the_closed_form(flavor: str, shares: dict[int, float]) -> None:
-    """`shares`: batch size -> FLOPs of the optimizer over those of forward and backward."""
-    spec = build_model_spec(Model(flavor=flavor), sample_shape=(4, 32, 32), num_classes=1000)
+def test_the_share_of_its_flops_falls_with_the_batch_and_ranks_divide_them() -> None:
+    shares = {16: 0.35, 256: 0.022}  # batch size -> FLOPs of the optimizer over those of forward and backward
+    spec = build_model_spec(Model(flavor="DiT-S"), sample_shape=(4, 32, 32), num_classes=1000)
     with torch.device("meta"):
         model = spec.build()
     shapes = [(name, tuple(weight.shape)) for name, weight in model.named_parameters() if weight.requires_grad]
     flops = optimizer_flops(Optimizer(name="Muon"), shapes)
-    assert flops == pytest.approx(closed_form(spec), rel=0.05)
     per_image = count_model_flops(spec).total
     assert {size: flops / (size * per_image) for size in shares} == pytest.approx(shares, rel=0.1)
-    width = spec.config.width
-    square = newton_schulz_flops((width, width), num_matrices=1, steps=5)
-    assert square / (6 * width**2) == pytest.approx(5 * width)  # 5 x width / tokens of the product
     assert optimizer_flops(Optimizer(name="AdamW"), shapes) == 0
     busiest = optimizer_flops(Optimizer(name="Muon"), shapes, num_ranks=4)
     assert busiest == pytest.approx(flops / 4, rel=0.01)
@@ -266,9 +220,10 @@ def test_the_planner_counts_its_state_and_its_flops() -> None:
     adamw, muon = (plan.bound for plan in plans)
     assert adamw is not None and muon is not None
     assert muon.products - adamw.products == pytest.approx(plans[1].optimizer_flops / 989e12)
-    slow = plan_run(config.replace({"optimizer.ns_dtype": "float32"}), device="h100", num_devices=8).bound
-    assert slow is not None
-    assert slow.products - adamw.products == pytest.approx(plans[1].optimizer_flops / 67e12)
+    for ns_dtype, flops in (("auto", 989e12), ("float32", 67e12)):
+        bound = plan_run(config.replace({"optimizer.ns_dtype": ns_dtype}), device="h100", num_devices=8).bound
+        assert bound is not None
+        assert bound.products - adamw.products == pytest.approx(plans[1].optimizer_flops / flops)
 
 
 TINY = [
@@ -313,40 +268,6 @@ def test_it_resumes_to_the_bit_also_from_a_background_save(train: Train, tmp_pat
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def test_a_rollback_returns_to_the_momentum_of_the_checkpoint(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[dict[str, torch.Tensor]] = []
-
-    def momentum(trainer: Trainer) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, parameter in trainer.model.named_parameters():
-            for part in optimizer_parts(trainer.optimizer):
-                if "momentum_buffer" in (state := part.state.get(parameter, {})):
-                    found[name] = local_tensor(state["momentum_buffer"]).clone()
-        return found
-
-    class Spied(Trainer):
-        def train_step(self, batches: Any) -> Any:
-            calls.append(momentum(self))
-            objective = self.objective
-            if len(calls) == 5:
-                self.objective = SimpleNamespace(loss=lambda *arguments: objective.loss(*arguments) * float("nan"))
-            try:
-                return super().train_step(batches)
-            finally:
-                self.objective = objective
-
-    monkeypatch.setattr("torchditan.trainer.Trainer", Spied)
-    keep = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3", "--training.on_nonfinite=rollback"]
-    train("run", "--training.steps=5", *keep)
-    assert len(calls) == 7  # steps 1 to 5, then 4 and 5 again
-    before, skipped, again = calls[3], calls[4], calls[5]
-    assert len(before) == 3 * 4 and all(momentum.any() for momentum in before.values())
-    assert [name for name in before if not torch.equal(before[name], again[name])] == []
-    assert not any(torch.equal(before[name], skipped[name]) for name in before)
-
-
 def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train, tmp_path: Path) -> None:
     train("plain", "--training.steps=3", FLOAT32)
     train("offloaded", "--training.steps=3", FLOAT32, "--training.enable_cpu_offload")
@@ -364,13 +285,9 @@ def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train
     ("flags", "about", "mentions"),
     [
         (["--optimizer.momentum=0.5"], "optimizer.momentum = 0.5", ["optimizer.name", "Muon"]),
-        (["--optimizer.adamw_lr=0.1"], "optimizer.adamw_lr = 0.1", ["optimizer.name", "Muon"]),
-        ([FLOAT32], 'optimizer.ns_dtype = "float32"', ["optimizer.name", "Muon", 'its default, "bfloat16"']),
         ([MUON, "--optimizer.momentum=1"], "optimizer.momentum = 1.0", ["0", "1"]),
-        ([MUON, "--optimizer.ns_steps=0"], "optimizer.ns_steps = 0", ["1"]),
         ([MUON, "--optimizer.adamw_lr=0.1", "--optimizer.lr=0"], "optimizer.adamw_lr = 0.1", ["optimizer.lr", "0"]),
         ([MUON, "--optimizer.adjust_lr_fn=original"], 'optimizer.adjust_lr_fn = "original"', ["optimizer.adamw_lr"]),
-        ([MUON, *PUBLISHED], 'optimizer.name = "Muon"', ["AdamW", "AdamW8bit", "published model"]),
         ([MUON, *PUBLISHED, "--lora.rank=4"], 'optimizer.name = "Muon"', ["AdamW", "AdamW8bit", "published model"]),
     ],
 )
@@ -423,62 +340,33 @@ def compare_with_one_process(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fork_server")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_sharded_update_is_the_whole_one(world_size: int, tmp_path: Path) -> None:
+def test_a_sharded_update_is_the_whole_one(tmp_path: Path) -> None:
     """In float32 within 1e-5 on identical gradients; in bfloat16 within one rounding of the largest change, 0.04."""
-    mp.start_processes(
-        compare_with_one_process, args=(world_size, str(tmp_path)), nprocs=world_size, start_method="forkserver"
-    )
+    mp.start_processes(compare_with_one_process, args=(4, str(tmp_path)), nprocs=4, start_method="forkserver")
 
 
 REPLICATE = "--training.data_parallel_replicate_degree"
-MODES = {
-    2: [[], [f"{REPLICATE}=2"], ["--training.enable_cpu_offload"]],
-    4: [[], [f"{REPLICATE}=2"], [f"{REPLICATE}=4"]],
-}
+MODES = [[], [f"{REPLICATE}=2"], ["--training.enable_cpu_offload"]]
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
-)
-def test_one_curve_on_any_number_of_ranks(
-    world_size: int, train: Train, run_distributed: RunDistributed, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_two_ranks_follow_the_curve_of_one(train: Train, run_distributed: RunDistributed, tmp_path: Path) -> None:
     """In float32 within 1e-5. bfloat16 iterations turn rounding of the gradients into 0.4% of an update's elements."""
     limits = {"float32": 1e-5, "bfloat16": 1e-3}
     jobs = []
     for dtype in limits:
         own = [f"--optimizer.ns_dtype={dtype}", "--training.steps=8"]
         train(f"alone-{dtype}", *own)
-        for number, mode in enumerate(MODES[world_size]):
+        for number, mode in enumerate(MODES):
             where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={number}-{dtype}"]
             jobs.append([*TINY, *own, *mode, *where])
-    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], 2)
     assert result.returncode == 0, result.stderr
     for dtype, limit in limits.items():
         expected = curve(tmp_path / f"alone-{dtype}")
-        for number, mode in enumerate(MODES[world_size]):
+        for number, mode in enumerate(MODES):
             found = curve(tmp_path / f"{number}-{dtype}")
             pairs = zip(found, expected, strict=True)
             difference = max(abs(left - right) / abs(right) for left, right in pairs)
-            print(f"{world_size} {dtype} {mode}: largest relative difference {difference:.1e}")  # pytest -s
+            print(f"{dtype} {mode}: largest relative difference {difference:.1e}")  # pytest -s
             assert difference < limit, (dtype, mode)
-
-
-@pytest.mark.nightly
-def test_it_resumes_on_two_ranks_to_the_bit_and_on_one_within_rounding(
-    train: Train, run_distributed: RunDistributed, tmp_path: Path
-) -> None:
-    keep = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0", FLOAT32]
-    runs = [("whole", 6), ("two", 3), ("one", 3), ("two", 6)]
-    jobs = [
-        [*TINY, *keep, f"--training.steps={n}", f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
-        for name, n in runs
-    ]
-    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], 2)
-    assert result.returncode == 0, result.stderr
-    assert "resumed at step 3" in train("one", *keep, "--training.steps=6").out
-    assert curve(tmp_path / "two") == curve(tmp_path / "whole")
-    assert curve(tmp_path / "one") == pytest.approx(curve(tmp_path / "whole"), rel=1e-5)
-    left, right = stored(tmp_path / "whole", 6), stored(tmp_path / "two", 6)
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []

@@ -14,7 +14,7 @@ from tiny_runs import KEEP, job
 from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import RunDistributed, RunScript, Train
+    from tests.conftest import RunDistributed, Train
 
 FULL, OP = "--activation_checkpoint.mode=full", "--activation_checkpoint.selective_ac_option=op"
 SELECTIVE = "--activation_checkpoint.mode=selective"
@@ -118,9 +118,3 @@ def test_a_run_continues_on_another_degree(tmp_path: Path, train: Train, run_dis
     assert "resumed at step 3" in train("split first", *flags).out
     for run in ("split later", "split first"):
         assert_same_curve(tmp_path / run, tmp_path / "whole")
-
-
-def test_one_process_cannot_share_its_tokens(run_script: RunScript, tmp_path: Path) -> None:
-    outcome = run_script("train.py", *job(tmp_path / "run", f"{CONTEXT}=2"))
-    assert outcome.code == 2 and outcome.err.startswith("error: training.context_parallel_degree = 2: "), outcome.err
-    assert not (tmp_path / "run").exists()

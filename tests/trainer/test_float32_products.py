@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchditan.ablation.grid import load_grid
 from torchditan.data_stream.datasets import Batch
-from torchditan.distributed.float32_products import ieee_float32
 from torchditan.evaluation.evaluator import compute, show
 from torchditan.evaluation.metric import Pictures
 from torchditan.latents.latent_space import decode_with
@@ -49,7 +47,7 @@ def in_medium() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("precision", SETTINGS)
+@pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_a_run_computes_in_its_precision_records_it_and_resets_it(
     precision: str, run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,14 +69,6 @@ def test_a_run_computes_in_its_precision_records_it_and_resets_it(
     stored = read_config(tmp_path / "run")
     assert stored["config"]["training"]["float32_matmul_precision"] == precision
     assert stored["trajectory"]["training.float32_matmul_precision"] == precision
-
-
-def test_a_run_refuses_to_resume_in_another_precision(run_script: RunScript, tmp_path: Path) -> None:
-    flags = [*TINY, f"--job.dump_folder={tmp_path}"]
-    assert run_script("train.py", *flags, "--training.steps=1").code == 0
-    outcome = run_script("train.py", *flags, "--training.steps=2", "--training.float32_matmul_precision=high")
-    assert outcome.code == 2
-    assert "training.float32_matmul_precision is highest there and high here" in outcome.err
 
 
 class Recorder:
@@ -115,20 +105,6 @@ def test_metrics_and_autoencoders_compute_in_float32_inside_a_run() -> None:
     assert settings() == SETTINGS["medium"]
 
 
-@pytest.mark.usefixtures("in_medium")
-def test_the_precision_returns_after_an_error_and_inside_another_body() -> None:
-    convolution = BACKENDS.cudnn.conv.fp32_precision
-    with pytest.raises(ZeroDivisionError), ieee_float32(convolutions=True):
-        with ieee_float32():
-            assert settings() == SETTINGS["highest"]
-        assert settings() == SETTINGS["highest"]
-        assert BACKENDS.cudnn.conv.fp32_precision == "ieee"
-        raise ZeroDivisionError
-    assert settings() == SETTINGS["medium"]
-    assert BACKENDS.cudnn.conv.fp32_precision == convolution
-    assert torch.get_float32_matmul_precision() == "medium"
-
-
 def product(device: str, precision: str) -> torch.Tensor:
     """(512, 512) on the CPU, of the same factors each time."""
     factors = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(device)
@@ -137,34 +113,3 @@ def product(device: str, precision: str) -> torch.Tensor:
         return (factors[0] @ factors[1]).cpu()
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-def relative_error(device: str, precision: str) -> float:
-    exact = product("cpu", "highest")
-    return ((product(device, precision) - exact).norm() / exact.norm()).item()
-
-
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX: torch ignores medium")
-def test_medium_multiplies_in_bfloat16_on_a_cpu_with_amx() -> None:
-    assert 5e-4 < relative_error("cpu", "medium") < 1e-2
-
-
-@pytest.mark.skipif(not torch.cpu._is_amx_fp16_supported(), reason="this CPU has no AMX of float16: torch ignores high")
-def test_high_multiplies_in_less_than_float32_on_a_cpu_with_amx_of_float16() -> None:
-    assert 1e-5 < relative_error("cpu", "high") < 2e-3
-
-
-@pytest.mark.gpu
-def test_high_and_medium_multiply_in_tf32_on_a_gpu() -> None:
-    assert relative_error("cuda", "highest") < 1e-6
-    assert 5e-5 < relative_error("cuda", "high") < 2e-3
-    assert relative_error("cuda", "medium") == relative_error("cuda", "high")
-
-
-def test_the_precision_is_an_axis_of_a_grid(tmp_path: Path) -> None:
-    text = '[axes]\nmodel.flavor = ["debugmodel"]\ntraining.batch_size = [2]\nprecision = ["float32"]\n'
-    text += 'training.float32_matmul_precision = ["highest", "high"]\n'
-    (tmp_path / "grid.toml").write_text(text)
-    runs = load_grid(str(tmp_path / "grid.toml")).runs()
-    assert [run.config.training.float32_matmul_precision for run in runs] == ["highest", "high"]
-    assert [run.name.rpartition("_")[2] for run in runs] == ["precision-highest", "precision-high"]
