@@ -201,8 +201,3 @@ def test_an_option_with_effect_is_accepted(flags: str) -> None:
 )
 def test_course_project_key_that_asks_for_what_is_not_supported(flag: str, about: str, mentions: list[str]) -> None:
     assert_refused(message_of([flag]), about, mentions)
-
-
-def test_warmup_given_under_both_names_is_refused(tmp_path: Path) -> None:
-    text = "[training]\nwarmup_steps = 5\n[lr_scheduler]\nwarmup_steps = 6\n"
-    assert_refused(message_of_toml(tmp_path, text), "training.warmup_steps", ["lr_scheduler.warmup_steps"])
