@@ -38,7 +38,6 @@ from torchditan.models.flops import count_model_flops
 from torchditan.planner import plan as planner
 from torchditan.planner import trace as tracing
 from torchditan.planner.alternatives import alternatives, is_better
-from torchditan.planner.devices import DEVICES, device_named
 from torchditan.planner.memory import Parameters, Weight, model_parameters, model_state
 from torchditan.planner.plan import largest_batch, plan_run
 from torchditan.planner.plan_report import describe
@@ -399,17 +398,6 @@ def test_one_micro_batch_may_fit_where_several_do_not() -> None:
     assert largest_batch(job, "rtx4090", 8) == 32
 
 
-def test_checkpointing_and_sharding_order_memory_as_they_should() -> None:
-    def peak(*flags: str, num_devices: int = 8) -> float:
-        return plan_run(dit_7b(*flags), device="h100", num_devices=num_devices).peak.total
-
-    none = peak("--activation_checkpoint.mode=none")
-    assert peak("--activation_checkpoint.mode=full") < peak(*OP) < none
-    assert peak("--activation_checkpoint.mode=full") < peak(EVERY_SECOND) < none
-    assert peak(num_devices=64) < peak(num_devices=8)
-    assert peak("--training.data_parallel_replicate_degree=2") > peak()
-
-
 def test_the_bound_is_the_flops_of_the_mfu_at_the_peak_or_the_state_at_the_bandwidth() -> None:
     config = config_of()
     plan = plan_run(config, device="h100", num_devices=2)
@@ -575,12 +563,6 @@ def test_mistakes_are_one_line(flags: list[str], device: str | None, about: str,
         plan_run(config_of(*flags), device=device, num_devices=4)
 
 
-def test_every_device_has_a_peak_and_is_found_by_both_names() -> None:
-    for device in DEVICES.values():
-        assert device.bfloat16_flops > device.float32_flops
-        assert device_named(device.name.upper()) is device_named(device.driver_name) is device
-
-
 def test_an_unknown_device_is_planned_for_memory_alone() -> None:
     known = plan_run(config_of(), device="h100", num_devices=2)
     for device in (None, "cpu"):
@@ -658,10 +640,8 @@ def test_what_fits_comes_first() -> None:
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [
-        (["quickstart", "--device", "h100", "--optimizer.lr", "1"], "--optimizer.lr", ["option"]),
         (["quickstart"], "", ["required", "--device", "h100", "cpu"]),
         (["quickstart", "--device", "h100", "--price_per_hour", "2"], "--price_per_hour", ["--num_devices"]),
-        (["quickstart", "--device", "h100", "--num_devices", "0"], "--num_devices", ["at least 1"]),
     ],
 )
 def test_the_tool_reports_mistakes_in_one_line(
