@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -76,31 +75,11 @@ def test_logit_normal_timesteps_have_the_mean_and_spread_they_are_given() -> Non
     assert torch.equal(Timesteps(kind="uniform")(uniform), uniform)
 
 
-def test_timesteps_stay_in_range_at_the_ends_of_the_draw() -> None:
-    ends = torch.tensor([0.0, 1 - 2**-24])
-    for kind in ("uniform", "logit_normal"):
-        t = Timesteps(kind=kind, shift=3.0)(ends)
-        assert torch.isfinite(t).all()
-        assert (t >= 0).all()
-        assert (t <= 1).all()
-
-
 def test_shift_moves_to_noise_and_keeps_the_ends() -> None:
     t = torch.tensor([0.0, 0.5, 1.0])
     # Noise level 0.5 shifted by 3: 3 * 0.5 / (1 + 2 * 0.5) = 0.75.
     torch.testing.assert_close(shift_timesteps(t, 3.0), torch.tensor([0.0, 0.25, 1.0]))
     assert Timesteps(kind="uniform").grid(4) == [0.0, 0.25, 0.5, 0.75, 1.0]
-
-
-@pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
-def test_solvers_converge_with_their_order(method: str, order: int) -> None:
-    start = torch.ones(1, dtype=torch.float64)
-
-    def error(steps: int) -> float:
-        end = solve(lambda x, t: -x * (1 + t), start, timesteps=Timesteps(kind="uniform").grid(steps), method=method)
-        return abs(end.item() - math.exp(-1.5))
-
-    assert math.log2(error(20) / error(40)) == pytest.approx(order, abs=0.15)
 
 
 def ancestral(velocity: Velocity, start: torch.Tensor, timesteps: list[float]) -> torch.Tensor:
@@ -121,9 +100,8 @@ def test_an_ancestral_step_draws_from_the_posterior_of_its_sample() -> None:
     assert (noise * noise_after).mean() == pytest.approx(0.2 / 0.5 * 0.5 / 0.8, abs=0.015)
 
 
-@pytest.mark.parametrize("steps", [50, 200])
-def test_ancestral_samples_of_a_known_velocity_have_the_spread_of_the_data(steps: int) -> None:
-    noise, spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0)), 0.5
+def test_ancestral_samples_of_a_known_velocity_have_the_spread_of_the_data() -> None:
+    noise, spread, steps = torch.randn(100_000, generator=torch.Generator().manual_seed(0)), 0.5, 100
     samples = ancestral(
         lambda x, t: x * (t * spread**2 - (1 - t)) / (t**2 * spread**2 + (1 - t) ** 2),
         noise,

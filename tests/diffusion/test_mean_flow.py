@@ -148,7 +148,7 @@ def test_with_h_0_the_loss_is_that_of_flow_matching() -> None:
     torch.testing.assert_close(objective.validation_loss(model, *odd), expected[:3])
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
+@pytest.mark.parametrize("num_steps", [1, 4])
 def test_any_number_of_steps_ends_at_the_sample(num_steps: int) -> None:
     model, noise = Gaussian(), torch.randn(3, 2, 4, 4)
     calls = []
@@ -233,24 +233,6 @@ def test_a_step_costs_what_its_passes_cost(objective: str) -> None:
     rest = (found.total - found.attention) / (plain.total - plain.attention)
     assert rest == pytest.approx(RATIOS[objective], rel=0.03)
     assert found.per_token / plain.per_token == pytest.approx(RATIOS[objective], rel=0.03)
-
-
-def test_linear_layers_multiply_no_tangent_of_weights() -> None:
-    """torch's own forward mode computes three products, of which one is with zeros."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    layer, x = nn.Linear(8, 16), torch.randn(4, 8)
-
-    class Model(nn.Module):
-        def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Any) -> torch.Tensor:
-            return layer(x_t) * t[:, None]
-
-    t = torch.ones(4)
-    with FlopCounterMode(display=False) as flops:
-        output, change = derivative(Model(), (x, t, {}), (2 * x, torch.zeros(4), {}))
-    assert flops.get_total_flops() == 2 * 2 * 4 * 8 * 16
-    torch.testing.assert_close(output, layer(x))
-    torch.testing.assert_close(change, 2 * (layer(x) - layer.bias))
 
 
 class Guided(nn.Module):
@@ -347,9 +329,7 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
     ("flags", "about", "mentions"),
     [
         (["--model.timestep_scale=1000"], "model.timestep_scale = 1000.0", ["imf", "1", "refit_time"]),
-        (["--sampling.sampler=heun"], 'sampling.sampler = "heun"', ["imf", "euler"]),
         (["--diffusion.prediction=x"], 'diffusion.prediction = "x"', ["imf", "v"]),
-        (["--diffusion.loss_weighting=min_snr"], 'diffusion.loss_weighting = "min_snr"', ["imf", "none"]),
         (["--model.name=flux", "--model.flavor=debugmodel"], 'diffusion.objective = "imf"', ["flow_matching", "flux"]),
         (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
         (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),
@@ -362,13 +342,7 @@ def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, m
 
 
 @pytest.mark.parametrize(
-    ("text", "mentions"),
-    [
-        ("imf tangent=noise", ["model", "data"]),
-        ("imf guidance=1", ["true", "false", "above 1"]),
-        ("imf speed=2", ["speed"]),
-        ("imf velocity_head=yes", ["true", "false"]),
-    ],
+    ("text", "mentions"), [("imf tangent=noise", ["model", "data"]), ("imf guidance=1", ["true", "false", "above 1"])]
 )
 def test_wrong_options_are_refused_in_one_line(text: str, mentions: list[str]) -> None:
     diffusion = Diffusion(objective=text)

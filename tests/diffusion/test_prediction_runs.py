@@ -83,23 +83,6 @@ def test_a_run_resumes_to_the_bit_samples_is_exported_imported_and_continued(
     assert_refused(outcome.err, '--format = "diffusers"', ["diffusion.objective", "ddpm", "flow_matching"])
 
 
-def test_a_run_is_not_continued_with_another_prediction_weight_or_base(
-    train: Train, run_script: RunScript, tmp_path: Path
-) -> None:
-    train("run", *OPTIONS, KEEP, "--training.steps=1")
-    for number, (option, there, here) in enumerate(
-        [
-            ("diffusion.prediction", "x", "epsilon"),
-            ("diffusion.min_snr_gamma", "5.0", "4.0"),
-            ("diffusion.timestep_shift_base", "16", "64"),
-        ]
-    ):
-        flags = [flag for flag in OPTIONS if option not in flag]
-        where = [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run", "--training.steps=2"]
-        outcome = run_script("train.py", *TINY, *flags, KEEP, *where, f"--{option}={here}")
-        assert outcome.code == 2 and f"{option} is {there} there and {here} here" in outcome.err, number
-
-
 @pytest.mark.parametrize(
     "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
 )

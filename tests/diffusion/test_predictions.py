@@ -18,7 +18,7 @@ from torchditan.config.options import Diffusion, Model, Optimizer, Sampling
 from torchditan.diffusion.ddpm import DDPM
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective, uniform_objective, validation_objective
-from torchditan.diffusion.predictions import min_snr_weight, velocity_of
+from torchditan.diffusion.predictions import min_snr_weight
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.models import Unconditional, build_model_spec
 from torchditan.optim.optimizers import build_optimizer
@@ -63,16 +63,6 @@ def loss_of(built: Any, output: np.ndarray, x: np.ndarray, randomness: Randomnes
     loss: torch.Tensor = built.loss(model, {"sample": torch.from_numpy(x).float()}, randomness)
     assert loss.dtype == torch.float32
     return loss.numpy()
-
-
-@pytest.mark.parametrize("prediction", ["epsilon", "x"])
-def test_a_prediction_gives_the_velocity_of_the_path(prediction: Any) -> None:
-    x, noise, _ = draws()
-    t = T[:, None, None, None]
-    x_t, output = torch.from_numpy((1 - t) * noise + t * x), torch.from_numpy(target_of(prediction, x, noise))
-    found = velocity_of(output, x_t, torch.from_numpy(t), kind=prediction).numpy()
-    exact = 1 - t if prediction == "x" else t
-    np.testing.assert_allclose(found, (x - noise) * exact / np.maximum(exact, 0.05), atol=1e-12)
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
@@ -132,14 +122,6 @@ def mean_and_deviation(prediction: str, sampler: Any, num_steps: int) -> tuple[f
         .tolist()
     )
     return at_0, at_1 - at_0
-
-
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_sampling_recovers_the_mean_and_deviation_of_a_gaussian(prediction: str) -> None:
-    for sampler, num_steps, tolerance in (("euler", 1000, 2e-3), ("heun", 50, 1e-3)):
-        mean, deviation = mean_and_deviation(prediction, sampler, num_steps)
-        assert mean == pytest.approx(MEAN, abs=tolerance), sampler
-        assert deviation == pytest.approx(DEVIATION, abs=tolerance), sampler
 
 
 @pytest.mark.parametrize(("sampler", "order"), [("euler", 1), ("heun", 2)])
@@ -246,21 +228,18 @@ def test_validation_has_no_weights(name: str) -> None:
     ("flags", "about", "mentions"),
     [
         ("--model.name=flux --diffusion.prediction=x", 'diffusion.prediction = "x"', ["flux", "v"]),
-        ("--model.name=sd3 --diffusion.prediction=epsilon", 'diffusion.prediction = "epsilon"', ["sd3", "v"]),
         (
             "--diffusion.prediction=x --checkpoint.initial_load_path=w.safetensors "
             "--checkpoint.initial_load_convention=torchditan",
             'checkpoint.initial_load_convention = "torchditan"',
             ["v", "x"],
         ),
-        ("--diffusion.prediction=epsilon --sampling.num_steps=1", "sampling.num_steps = 1", ["2"]),
         ("--diffusion.min_snr_gamma=4", "diffusion.min_snr_gamma = 4.0", ["diffusion.loss_weighting", "min_snr"]),
         (
             "--diffusion.loss_weighting=min_snr --diffusion.min_snr_gamma=0",
             "diffusion.min_snr_gamma = 0.0",
             ["greater"],
         ),
-        ("--diffusion.timestep_shift_base=0", "diffusion.timestep_shift_base = 0", ["1"]),
         ("--diffusion.timestep_shift_base=4096 --diffusion.objective=ddpm", "diffusion.timestep_shift_base", ["ddpm"]),
     ],
 )
@@ -272,7 +251,7 @@ def test_options_that_do_not_fit_are_one_line(flags: str, about: str, mentions: 
         load_config(flags.split())
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("prediction", ["epsilon", "x"])
 def test_each_prediction_learns_digits(prediction: Any) -> None:
     from torchditan.config.options import Dataset
     from torchditan.datasets.digits import build
