@@ -342,17 +342,6 @@ def test_slurm_gets_a_job_per_run_with_its_devices_and_a_lost_job_is_an_error(
     assert all(parameters.items() >= wanted.items() for _, parameters in executor.submitted)
 
 
-def test_a_job_that_slurm_does_not_take_is_an_error(run_here: RunHere) -> None:
-    class Full(StandInExecutor):
-        def submit(self, function: Callable[..., Any], *arguments: Any) -> StandInJob:
-            raise RuntimeError("sbatch: error: no such partition")
-
-    launcher = SlurmLauncher(Full(), parameters={}, max_parallel=4)
-    rows = run_here(small_grid(), launcher=launcher, find_device=None)
-    assert {row["reason"] for row in rows} == {"not submitted: sbatch: error: no such partition"}
-    assert statuses(rows) == [(8, "error"), (16, "error")]
-
-
 def test_slurm_without_submitit_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"needs submitit; pip install 'torchditan\[slurm\]'$"):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -64,25 +63,6 @@ def pairs(count: int = 8) -> tuple[dict[str, torch.Tensor], Randomness]:
     numbers = objective_of().numbers
     randomness = draw(0, list(range(count)), (2, 4, 4), numbers)
     return {"sample": MEAN + STD * torch.randn(count, 2, 4, 4, generator=generator)}, randomness
-
-
-def test_the_derivative_of_a_gaussian_is_the_closed_form() -> None:
-    """With u = v + h du/dt, du/dt is (u - v) / h."""
-    model = Gaussian()
-    generator = torch.Generator().manual_seed(0)
-    x_t = torch.randn(6, 2, 4, 4, generator=generator, dtype=torch.float64)
-    t = torch.linspace(0, 0.5, 6, dtype=torch.float64)
-    h = torch.linspace(0.1, 0.5, 6, dtype=torch.float64)
-    velocity = model.velocity(x_t, t)
-    u, du_dt = derivative(
-        model, (x_t, t, {INTERVAL: h}), (velocity, torch.ones_like(t), {INTERVAL: -torch.ones_like(h)})
-    )
-    arrived = x_t + wide(h, x_t) * u
-    spread = model.deviation(wide(t + h, x_t)) / model.deviation(wide(t, x_t))
-    expected = wide(t + h, x_t) * MEAN + spread * (x_t - wide(t, x_t) * MEAN)
-    assert (arrived - expected).abs().max() < 1e-9
-    assert (du_dt - (u - velocity).detach() / wide(h, x_t)).abs().max() < 1e-9
-    assert not u.requires_grad and not du_dt.requires_grad
 
 
 @pytest.mark.parametrize("tangent", ["model", "data"])
@@ -351,16 +331,6 @@ def test_wrong_options_are_refused_in_one_line(text: str, mentions: list[str]) -
     )
     with refused(f'diffusion.objective = "{text}"', *mentions):
         build_objective(diffusion, spec)
-
-
-def test_a_model_without_room_for_the_interval_is_refused() -> None:
-    flux = build_model_spec(Model(name="flux", flavor="debugmodel"), sample_shape=(16, 16, 16), num_classes=0)
-    with refused('diffusion.objective = "imf"', "interval", "flux"):
-        build_objective(Diffusion(objective="imf"), flux)
-    diffusion, spec = spec_of("imf", num_classes=0)
-    guided = dataclasses.replace(diffusion, objective="imf guidance=true")
-    with refused('diffusion.objective = "imf guidance=true"', "labels"):
-        build_objective(guided, spec)
 
 
 def test_the_largest_scale_is_an_option() -> None:

@@ -153,20 +153,6 @@ def test_euler_ends_at_the_predicted_x_and_heun_evaluates_neither_undetermined_e
             assert (min(seen), max(seen)) == (ends[0], ends[1] if sampler == "heun" else 0.75)
 
 
-def test_guidance_of_x_is_guidance_of_the_velocity() -> None:
-    """The velocity is an affine function of the prediction, so the samples are the same."""
-    noise = torch.randn(2, 1, 2, 2, dtype=torch.float64)
-
-    def samples(prediction: str) -> torch.Tensor:
-        one, other = exact_model(prediction), exact_model(prediction, mean=-0.3)
-        guided = lambda x, t: other(x, t) + 3 * (one(x, t) - other(x, t))  # noqa: E731
-        return objective(prediction).sample(
-            guided, noise, sampling=Sampling(num_steps=10), step_noise=lambda step: torch.zeros(())
-        )
-
-    torch.testing.assert_close(samples("x"), samples("v"))
-
-
 GAMMA = 5.0
 
 

@@ -142,20 +142,6 @@ def test_equal_patches_are_drawn_by_their_place_except_with_rotary_positions_and
     assert (spread > 1e-2) == differ and (differ or spread < 1e-5), spread
 
 
-@pytest.mark.parametrize("text", ["in_context", "cross_attention"])
-def test_text_changes_no_weight_of_the_model_without_it(text):
-    plain, reading = DiT(tiny_config(None, pooled_width=0)), DiT(tiny_config(text))
-    plain.init_weights(3)
-    reading.init_weights(3)
-    weights, added = plain.state_dict(), reading.state_dict()
-    assert not [name for name in weights if "text" in name or "cross" in name or "pooled" in name]
-    for name, weight in weights.items():
-        assert torch.equal(added.pop(name), weight), name
-    kinds = {name.split(".")[2] if name.startswith("blocks") else name.split(".")[0] for name in added}
-    own = {"cross_attn", "norm_cross"} if text == "cross_attention" else set()
-    assert kinds == {"text_embedder", "text_conv", "text_blocks", "pooled_embedder", *own}
-
-
 @pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
 def test_joint_blocks_with_equal_streams_are_the_block_of_tokens_in_context(conditioning):
     joint = random_model(tiny_config("joint", conditioning), DiT)
