@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a
 import gpu_hour
 import gpu_hour_sections
 from gpu_hour import REPOSITORY
-from gpu_hour_sections import Figure, Found, Section
+from gpu_hour_sections import Found, Section
 
 pytestmark = pytest.mark.nightly
 
@@ -103,40 +103,6 @@ def test_figures_are_checked_unless_the_gpu_is_emulated(hour: Any, tmp_path: Pat
     (tmp_path / "hour.json").unlink()
     code, document = hour([section("a", wrong)])
     assert (code, document["sections"]["a"]["error"]) == (1, "not 7")
-
-
-def test_the_figures_replace_those_between_the_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures = (
-        Figure("the number", "a", "{number:.2f} GiB", "8", {"what": "n"}),
-        Figure("a failure", "a", "{number:.1f}", "", {"what": "big"}),
-        Figure("another", "b", "{number}"),
-    )
-    monkeypatch.setattr(gpu_hour, "FIGURES", figures)
-    rows = [
-        {"what": "big", "number": None, "status": "oom: 3 GiB"},
-        {"what": "n", "number": None},
-        {"what": "n", "number": 7},
-    ]
-    document = {
-        "device_name": "H",
-        "date": "2026-11-25T",
-        "versions": {"torch": "2"},
-        "sections": {"a": {"rows": rows}},
-    }
-    page = tmp_path / "page.md"
-    begin, end = gpu_hour.MARKS
-    page.write_text(f"before\n{begin}old\n{end}after\n")
-    for _ in range(2):
-        gpu_hour.fill(document, page, source="x")
-    text = page.read_text()
-    assert text.startswith(f"before\n{begin}H, 2026-11-25, torch 2 (x):\n\n| figure |") and text.endswith(
-        f"{end}after\n"
-    )
-    assert text.splitlines()[6:9] == [
-        "| the number | 8 | 7.00 GiB | `a` |",
-        "| a failure |  | oom: 3 GiB | `a` |",
-        "| another |  | not measured | `b` |",
-    ]
 
 
 def test_the_documentation_has_every_figure_and_every_figure_its_section() -> None:

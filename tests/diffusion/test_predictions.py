@@ -14,14 +14,13 @@ from refusals import refused
 from torch import nn
 
 from torchditan.config.loader import load_config
-from torchditan.config.options import Diffusion, Model, Optimizer, Sampling
+from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.ddpm import DDPM
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective, uniform_objective, validation_objective
 from torchditan.diffusion.predictions import min_snr_weight
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.models import Unconditional, build_model_spec
-from torchditan.optim.optimizers import build_optimizer
 from torchditan.randomness import Randomness, draw
 
 PREDICTIONS = ("epsilon", "v", "x")
@@ -235,33 +234,3 @@ def test_options_that_do_not_fit_are_one_line(flags: str, about: str, mentions: 
         flags += " --model.flavor=debugmodel"
     with refused(about, *mentions):
         load_config(flags.split())
-
-
-@pytest.mark.parametrize("prediction", ["epsilon", "x"])
-def test_each_prediction_learns_digits(prediction: Any) -> None:
-    from torchditan.config.options import Dataset
-    from torchditan.datasets.digits import build
-
-    digits = build(Dataset(), split="train", input_channels=None)
-    images = torch.stack([digits[index]["sample"] for index in range(64)])
-    spec = build_model_spec(Model(flavor="debugmodel"), sample_shape=(1, 8, 8), num_classes=0)
-    model = spec.build()
-    model.init_weights(0)
-    config = Diffusion(prediction=prediction)
-    built, validation = build_objective(config, spec), validation_objective(config, spec)
-    held_out = {"sample": torch.stack([digits[index]["sample"] for index in range(64, 128)])}
-    fixed = draw(1, range(64), (1, 8, 8))
-
-    def held_out_loss() -> float:
-        with torch.no_grad():
-            return validation.loss(model, held_out, fixed).mean().item()
-
-    start, optimizer = held_out_loss(), build_optimizer(model, Optimizer(lr=2e-3, beta2=0.99))
-    for step in range(60):
-        rows = [(16 * step + i) % 64 for i in range(16)]
-        randomness = draw(0, range(16 * step, 16 * step + 16), (1, 8, 8))
-        loss = built.loss(model, {"sample": images[rows]}, randomness).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert held_out_loss() < 0.6 * start

@@ -119,29 +119,6 @@ def test_text_and_pooled_vector_change_the_prediction_and_positions_give_tokens_
     torch.testing.assert_close(model(x_t, t, scaled), prediction, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("text", "position", "differ"),
-    [
-        ("cross_attention", "rope", False),
-        ("cross_attention", "rope_sincos", True),
-        ("in_context", "rope", True),
-        ("joint", "rope", True),
-    ],
-)
-def test_equal_patches_are_drawn_by_their_place_except_with_rotary_positions_and_cross_attention(
-    text: str, position: str, differ: bool
-) -> None:
-    """Why `scenes.toml` adds a table: a word such as "left" needs patches that know where they are."""
-    config = tiny_config(text, position=position)
-    model = random_model(config, DiT)
-    x_t, t, cond = inputs(config)
-    patches = (
-        model(torch.full_like(x_t, 0.5), t, cond).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
-    )  # (B, C, 4, 2, 4, 2)
-    spread = (patches - patches[:, :, :1, :, :1]).abs().amax()
-    assert (spread > 1e-2) == differ and (differ or spread < 1e-5), spread
-
-
 @pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
 def test_joint_blocks_with_equal_streams_are_the_block_of_tokens_in_context(conditioning):
     joint = random_model(tiny_config("joint", conditioning), DiT)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -99,30 +98,7 @@ def test_memory_snapshots_come_each_profile_freq_steps_and_on_running_out(run, m
     assert history.stacks == "python"
 
 
-def excluded_steps(run, config, device, last_step):
-    """Steps after which the profiler asked for its time to be excluded."""
-    steps = []
-
-    @contextmanager
-    def excluded():
-        steps.append(profiler.last_step)
-        yield
-
-    with profiling(config, run, 0, device=device, excluded=excluded) as profiler:
-        work(profiler, 1, last_step)
-    return steps
-
-
-def test_only_steps_that_start_stop_or_write_are_excluded(run, monkeypatch):
-    traces = Profiling(enable_profiling=True, profile_freq=10)
-    # After step 6 the tracer warms up, after 9 it records, after 10 it writes.
-    assert excluded_steps(run, traces, CPU, 13) == [6, 9, 10]
-    _MemoryHistory(monkeypatch)
-    snapshots = Profiling(enable_memory_snapshot=True, profile_freq=3)
-    assert excluded_steps(run, snapshots, torch.device("cuda"), 7) == [3, 6]
-
-
-def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, run_script):
+def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, train):
     write = profiling_module._write
 
     def write_slowly(path, save):
@@ -130,17 +106,8 @@ def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, run_script):
         write(path, save)
 
     monkeypatch.setattr(profiling_module, "_write", write_slowly)
-    flags = ["--model.flavor=debugmodel", "--dataset.dataset_name=digits", "--dataset.num_workers=0"]
-    flags += [
-        "--training.steps=7",
-        "--training.batch_size=4",
-        "--metrics.log_freq=1",
-        "--metrics.enable_sampling=false",
-    ]
-    flags += ["--profiling.enable_profiling", "--profiling.profile_freq=5", "--metrics.experiment_name=run"]
-    result = run_script("train.py", *flags)
-    assert result.code == 0, result.err
-    records = {record["step"]: record for record in read_metrics(tmp_path / "outputs" / "run")}
+    train("run", "--training.steps=7", "--profiling.enable_profiling", "--profiling.profile_freq=5")
+    records = {record["step"]: record for record in read_metrics(tmp_path / "run")}
     assert records[6]["profiling_s"] > 2
     assert records[6]["step_time_s"] < 1
     assert "profiling_s" not in records[4]

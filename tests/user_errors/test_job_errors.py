@@ -8,7 +8,6 @@ of `python train.py`; a few run in separate processes, some under torchrun.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -347,31 +346,3 @@ def test_a_mistake_that_one_rank_finds_while_training_is_its_to_report(
     assert_names_image(line, name)
     assert line in result.stderr.splitlines()
     assert [text for text in result.stderr.splitlines() if text.startswith("RuntimeError")] == []
-
-
-STOPPED = "stopped by SIGINT after step {step}; without checkpoint.enable_checkpoint nothing was saved\n"
-
-
-def test_ctrl_c_is_interrupted_and_resumable(tmp_path: Path) -> None:
-    command = [sys.executable, str(TRAIN), *SMALL, "--training.steps=100000", "--dataset.num_workers=1"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the loader's workers too
-    try:
-        _, errors = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, errors) == (
-        75,
-        STOPPED.format(step=read_status(tmp_path / "outputs" / "digits-debugmodel")["step"]),
-    )
-    status = read_status(tmp_path / "outputs" / "digits-debugmodel")
-    assert status is not None
-    assert status["state"] == "interrupted"
-    assert status["step"] >= 1
