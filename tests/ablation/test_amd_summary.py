@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import csv
 import io
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from stand_ins import CPU
 from torchditan.ablation.__main__ import _show, parse
 from torchditan.ablation.amd_summary import COLUMNS, SETTINGS, settings_of, summary_row, write_amd_summary
 from torchditan.ablation.board import Board
-from torchditan.ablation.grid import Grid, load_grid
+from torchditan.ablation.grid import load_grid
 from torchditan.ablation.launchers import LocalLauncher
 from torchditan.ablation.runner import run_grid, stored_grid
 
@@ -110,20 +109,21 @@ def read(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(path.read_text())))
 
 
-def test_statuses_are_translated(folder: Path) -> None:
+def test_show_writes_statuses_and_settings_in_amds_terms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = (folder / "runs_summary.csv").read_bytes()
-    rows = read(write_amd_summary(stored_grid(folder), folder))
+    arguments, _ = parse(["show", str(folder), "--amd_summary"])
+    _show(arguments.folder, amd_summary=arguments.amd_summary)
+    assert f"{folder}/amd/runs_summary.csv" in capsys.readouterr().out
+    rows = read(folder / "amd" / "runs_summary.csv")
     assert [row["status"] for row in rows] == ["success", "oom", "oom-skipped", "error"]
     assert [row["run_id"] for row in rows] == ["1", "2", "3", "4"]
     assert rows[0]["avg_step_time_total"] == "0.5" and rows[0]["avg_step_time_gpu"] == "", "these say no waiting time"
     assert rows[2]["total_elapsed_time"] == rows[2]["num_samples"] == rows[2]["timestamp"] == ""
     assert (folder / "runs_summary.csv").read_bytes() == ledger, "the ledger stays ours"
 
-
-def test_every_setting_is_a_column_in_amds_terms(folder: Path) -> None:
-    """Read as AMD's notebook does: columns by name, rows grouped by settings."""
+    # As AMD's notebook reads it: columns by name, rows grouped by settings.
     pandas = pytest.importorskip("pandas")
-    table = pandas.read_csv(write_amd_summary(stored_grid(folder), folder))
+    table = pandas.read_csv(folder / "amd" / "runs_summary.csv")
     assert list(table.columns) == [*COLUMNS, *SETTINGS]
     success = table[table["status"] == "success"]
     groups = success.groupby(["run_name", "mixed_precision", "train_batch_size"])["avg_step_time_total"].mean()
@@ -136,6 +136,11 @@ def test_every_setting_is_a_column_in_amds_terms(folder: Path) -> None:
     assert ast.literal_eval(success["fsdp_config"][0])["fsdp_sharding_strategy"] == "FULL_SHARD"
     assert list(table["train_batch_size"]) == [8, 32, 64, 8], "also of runs that were not made"
 
+    grid = stored_grid(folder)
+    more = replace(grid, axes={**grid.axes, "training.batch_size": [4, 8]}, exclude=[])
+    statuses = [row["status"] for row in read(write_amd_summary(more, folder))]
+    assert statuses == ["not_run", "success", "not_run", "error"], "runs that are missing are not run"
+
 
 def test_settings_of_published_models_are_amds(tmp_path: Path) -> None:
     axes: dict[str, list[Any]] = {"model": ["flux/FLUX.1-dev", "wan/Wan2.1-I2V-14B"], "checkpoint_fraction": [0.5]}
@@ -147,26 +152,3 @@ def test_settings_of_published_models_are_amds(tmp_path: Path) -> None:
     assert found["dynamo_config"]["dynamo_backend"] == "inductor" and found["fsdp_config"] is found["use_cpu"] is None
     found = settings_of(wan, None, tmp_path)
     assert [found[name] for name in names[:3]] == ["wan2_1-i2v", "832,480", 81]
-
-
-def test_runs_that_are_missing_are_not_run(folder: Path) -> None:
-    grid: Grid = stored_grid(folder)
-    more = replace(grid, axes={**grid.axes, "training.batch_size": [4, 8]}, exclude=[])
-    assert [row["status"] for row in read(write_amd_summary(more, folder))] == [
-        "not_run",
-        "success",
-        "not_run",
-        "error",
-    ]
-
-
-def test_show_writes_it_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, _ = parse(["show", str(folder), "--amd_summary"])
-    _show(arguments.folder, amd_summary=arguments.amd_summary)
-    assert f"{folder}/amd/runs_summary.csv" in capsys.readouterr().out
-    assert len(read(folder / "amd" / "runs_summary.csv")) == 4
-    assert json.loads((folder / "grid.json").read_text())["name"] == "g"
-
-
-def test_run_takes_the_flag() -> None:
-    assert parse(["run", "debug", "--amd_summary"])[0].amd_summary

@@ -69,11 +69,7 @@ def test_without_pyarrow_there_is_a_csv_alone_and_no_old_parquet(
     assert [path.name for path in tmp_path.iterdir()] == ["runs_summary.csv"]
 
 
-def test_a_folder_without_a_ledger_has_no_rows(tmp_path: Path) -> None:
-    assert read_ledger(tmp_path, axes=AXES) == []
-
-
-@pytest.mark.parametrize("end", [0.2, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("end", [0.2, 0.99])
 def test_a_ledger_cut_anywhere_is_refused_in_one_line(end: float, tmp_path: Path) -> None:
     write_ledger(tmp_path, [row("a"), row("b")], axes=AXES)
     path = tmp_path / "runs_summary.csv"
@@ -87,9 +83,7 @@ def test_a_ledger_cut_anywhere_is_refused_in_one_line(end: float, tmp_path: Path
     ("old", "new", "message"),
     [
         ("\n1,", "\n2,", r"line 2: has schema version 2, this version reads 1; move it away"),
-        ("\n1,", "\n1,1,", r"line 2: has 42 of 41 columns"),
         (",loss_last", ",loss_first", r"other columns than this grid \(loss_first, loss_last\)"),
-        ("schema_version", "name", r"is cut off, or not a ledger"),
         (",true,", ",maybe,", r"the row of a does not parse"),
     ],
 )
@@ -113,10 +107,7 @@ def test_the_window_is_the_last_steps_and_memory_is_of_all() -> None:
     assert (measured["peak_memory_gib"], measured["peak_reserved_gib"]) == (7.0, None)
     assert measured["compile_s"] == 7.0
     assert "mfu_mean" not in measured, "the peak is unknown, not zero"
-
-
-def test_a_run_too_short_for_its_window_measures_nothing() -> None:
-    assert measure([record(1), record(2)], window=2, num_devices=1) == {}
+    assert measure(records[:2], window=2, num_devices=4) == {}, "too short for its window"
 
 
 def test_a_loss_that_is_no_number_is_missing() -> None:

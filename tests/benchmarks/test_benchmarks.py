@@ -23,9 +23,8 @@ import step_cases
 import step_measure
 import step_time
 import trainer_step
-from step_cases import Case, Choice, Group
+from step_cases import Case, Group
 
-from torchditan.distributed.process_group import Rank
 from torchditan.models.flops import count_model_flops
 
 if TYPE_CHECKING:
@@ -121,13 +120,6 @@ def test_the_plain_model_has_our_parameters_and_flops() -> None:
     assert counter.get_total_flops() == count_model_flops(spec).total
 
 
-def test_no_weight_and_no_data_is_zero() -> None:
-    model = step_cases.build_spec(OURS).build()
-    trainer_step.fill_with_normal(model)
-    tensors = [*model.parameters(), step_cases.random_batch(OURS, 2, CPU)[0]]
-    assert all(torch.count_nonzero(tensor) == tensor.numel() for tensor in tensors)
-
-
 def test_the_plain_loop_trains_every_weight_and_averages() -> None:
     torch.manual_seed(0)
     model = step_cases.build_plain(step_cases.build_spec(OURS))
@@ -145,23 +137,6 @@ def test_the_plain_loop_trains_every_weight_and_averages() -> None:
     assert same == ["pos_embed"]
     for average, (name, weight) in zip(averages[0], model.named_parameters(), strict=True):
         torch.testing.assert_close(average, (before[name] + weight) / 2)
-
-
-def test_guidance_and_eulers_method_of_the_plain_sampler() -> None:
-    """The velocity label - x, with guidance 3, has the exact solution of two steps."""
-    noise, label = torch.ones(2, 1, 1, 1), torch.tensor([1, 2])
-    drawn = plain_dit.draw(
-        lambda x, t, label: (label - 4.0 * t)[:, None, None, None] - x,
-        noise,
-        label,
-        null_label=0,
-        num_steps=2,
-        guidance_scale=3.0,
-        autocast=False,
-    )
-    for label, found in zip((1.0, 2.0), drawn.flatten(), strict=True):
-        x = 1 + 0.5 * (3 * label - 1)
-        assert found == x + 0.5 * (3 * label - 2 - x)
 
 
 def test_a_quick_run_writes_every_row_and_every_ratio(
@@ -204,13 +179,6 @@ def timed(group: Group, *times: list[float]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_ratio_is_the_median_over_the_turns() -> None:
-    group = Group("plain", (OURS, PLAIN), 16, target=0.97)
-    result = step_time.result_of(group, timed(group, [1.0, 2.0, 3.3], [1.0, 2.0, 3.0]))
-    assert result["comparison"]["ratio"] == 1.0
-    assert "ours / plain: 1.000 (quartiles 1.000 and 1.050); target: at most 0.97" in step_time.table(result)
-
-
 def test_a_ratio_with_a_large_spread_is_not_reported() -> None:
     group = Group("plain", (OURS, PLAIN), 16)
     result = step_time.result_of(group, timed(group, [0.8, 1.0, 1.4], [1.0, 1.0, 1.0]))
@@ -218,19 +186,6 @@ def test_a_ratio_with_a_large_spread_is_not_reported() -> None:
     assert step_time.table(result).endswith("ours / plain: not reported: spread 30%")
     steady = step_time.result_of(group, timed(group, [0.9, 1.0, 1.3], [1.0, 1.0, 1.0]))
     assert steady["comparison"]["ratio"] == 1.0, "a fifth of the median is allowed"
-
-
-def test_the_cases_take_turns(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
-    ran: list[str] = []
-
-    def build_step(case: Case, **options: Any) -> trainer_step.Step:
-        return trainer_step.Step(lambda: ran.append(case.implementation), 7)
-
-    monkeypatch.setattr(step_measure, "build_step", build_step)
-    settings = step_measure.Settings(turns=2, steps=2, warmup=1, sampling_steps=1)
-    rows = step_measure.measure(Group("plain", (OURS, PLAIN), 2), settings)
-    assert ran == ["ours", "plain", *["ours", "ours", "plain", "plain"] * 2]
-    assert [len(row["blocks_s"]) for row in rows] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -253,59 +208,6 @@ def test_a_sweep_records_a_failure_and_stops(
     assert str(error) in rows[-1]["reason"]
     assert rows[-1]["step_time_s"] is None
     assert rows[0]["peak_memory_gib"] is None or rows[0]["peak_memory_gib"] > 0
-
-
-def test_nothing_starts_after_the_time_limit(tmp_path: Path, in_this_process: None) -> None:
-    args = step_time.parse(["--quick", "--device=cpu", "plain", "--time_limit=-1"])
-    (result,) = step_time.measure_groups(args, {}, tmp_path / "a.json")
-    assert [row["status"] for row in result["rows"]] == ["skipped", "skipped"]
-
-
-def test_mfu_is_a_percentage_of_the_peak_of_all_devices() -> None:
-    row = step_measure.new_row(OURS, Group("sweep", (OURS,), 10, num_ranks=2))
-    step_measure.add_times(row, [2.0], flops=6e9, peak=1e11)
-    assert (row["images_per_second"], row["tflops_per_device"], row["mfu"]) == (5.0, 0.015, pytest.approx(15.0))
-
-
-def test_the_suites_of_the_issue_have_their_targets() -> None:
-    choice = Choice(CPU, ("DiT-S",), step_cases.VARIANTS, (1, 2), None)
-    groups = step_cases.build_groups(step_time.CPU_SUITES, choice)
-    assert {group.batch_size for group in groups if group.suite != "sampling"} == {16}
-    found = [
-        (group.suite, group.cases[0].precision, group.cases[0].compiled, group.target)
-        for group in groups
-        if group.target and group.suite not in ("trainer", "sampling")
-    ]
-    products = [("float32_products", "fp32", compiled, 0.6) for compiled in (False, True)]
-    assert found == [("diffusers", "fp32", False, 0.97), ("diffusers", "bf16", True, 0.92), *products]
-    assert {group.target for group in groups if group.suite == "trainer"} == {1.03}
-    drawing = [group for group in groups if group.suite == "sampling"]
-    assert {group.target for group in drawing if group.cases[1].implementation == "diffusers"} == {0.9, None}
-    gpu = Choice(torch.device("cuda"), ("DiT-XL", "DiT-7B"), step_cases.VARIANTS[2:], (1,), None)
-    swept = step_cases.build_groups(["sweep"], gpu)
-    assert {(group.cases[0].model, group.target_mfu) for group in swept} == {("DiT-XL", 45.0), ("DiT-7B", 55.0)}
-    assert {group.missing for group in swept} == {None}
-    products = step_cases.build_groups(["float32_products"], gpu)  # a GPU's variants are bf16 by default
-    assert {(group.cases[0].precision, group.cases[0].flags) for group in products} == {
-        ("fp32", ("--training.float32_matmul_precision=high",))
-    }
-
-
-def test_a_case_runs_with_its_own_precision_of_products(tmp_path: Path, in_this_process: None) -> None:
-    case = Case("ours", "debugmodel", "fp32", flags=("--training.float32_matmul_precision=medium",))
-    found = []
-    rank = Rank(rank=0, local_rank=0, world_size=1)
-    with step_measure.process_group(rank):
-        step = step_cases.build_step(case, batch_size=2, rank=rank, folder=tmp_path, sampling_steps=1)
-        for _ in range(2):
-            with step.settings():
-                found.append(torch.get_float32_matmul_precision())
-                step.run()
-            found.append(torch.get_float32_matmul_precision())
-        step.close()
-    assert found == ["medium", "highest"] * 2
-    (record,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert record["step"] == 1, "the trainer logs as in a run"
 
 
 def test_two_ranks_are_measured_in_processes(monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
@@ -338,25 +240,11 @@ def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: Run
     assert list(ends.values()) == sorted(ends.values())
 
 
-def test_a_second_compiled_start_is_compared_with_the_first(tmp_path: Path) -> None:
-    """Only the comparison, with a backend that compiles little. test_compilation.py tests the cache."""
-    script, out = Path(step_time.__file__).parent / "start_time.py", tmp_path / "start.json"
-    flags = ["--job.config_file=quickstart.toml", "--model.flavor=debugmodel", "--training.global_batch_size=4"]
-    flags += ["--compile.backend=aot_eager"]
-    command = [sys.executable, str(script), "--compile", "--turns=1", f"--out={out}", *flags]
-    subprocess.run(command, check=True, timeout=600)
-    result = json.loads(out.read_text())
-    first, second = (result["medians_s"][name]["total"] for name in ("first", "second"))
-    assert result["result"] == pytest.approx(second / first)
-
-
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
         (["--batch_size", "8", "15", "--ranks", "2"], "--batch_size 15: must be a multiple of --ranks"),
-        (["--turns", "0"], "must be at least 1"),
         (["options"], "--flags: the suite options"),
-        (["diffuser"], "suite diffuser: must be one of diffusers"),
     ],
 )
 def test_a_mistaken_option_is_refused(arguments: list[str], mistake: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a
 import gpu_hour
 import gpu_hour_sections
 from gpu_hour import REPOSITORY
-from gpu_hour_sections import Figure, Found, Section
+from gpu_hour_sections import Found, Section
 
 pytestmark = pytest.mark.nightly
 
@@ -96,44 +95,6 @@ def test_a_section_and_its_processes_end_at_the_time_limit(hour: Any) -> None:
     assert record["seconds"] < 30 and record["rows"]
 
 
-def test_sections_that_measure_no_time_run_side_by_side_on_a_gpu_and_others_alone(tmp_path: Path) -> None:
-    meet = """if 1:
-        import pathlib, sys, time
-        folder, own, other = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-        (folder / own).touch()
-        end = time.monotonic() + 20
-        while other and not (folder / other).exists() and time.monotonic() < end:
-            time.sleep(0.05)
-        print(sorted(path.name for path in folder.iterdir()))
-        if not other:
-            (folder / own).unlink()
-        """
-
-    def present(folder: Path, outputs: Sequence[str]) -> Found:
-        return Found([{"present": outputs[0].strip()}])
-
-    def one(name: str, other: str, *, timed: bool) -> Section:
-        command = (sys.executable, "-c", meet, str(tmp_path), name, other)
-        return Section(name, name, 30, (command,), present, timed=timed)
-
-    sections = [one("c", "", timed=True), one("a", "b", timed=False), one("d", "", timed=True)]
-    sections.append(one("b", "a", timed=False))
-    document: dict[str, Any] = {
-        "device_name": "H",
-        "versions": {},
-        "emulated": False,
-        "tiny": False,
-        "git_commit": "",
-        "date": "",
-        "sections": {},
-    }
-    run = gpu_hour.run_sections(sections, document, tmp_path / "hour.json", named=[], minutes=5, side_by_side=True)
-    assert asyncio.run(run) == 0
-    found = {name: record["rows"][0]["present"] for name, record in document["sections"].items()}
-    assert "'a', 'b'" in found["a"] and "'a', 'b'" in found["b"]
-    assert "'c'" in found["c"] and "'d'" not in found["c"] and "'c'" not in found["d"]
-
-
 def test_figures_are_checked_unless_the_gpu_is_emulated(hour: Any, tmp_path: Path) -> None:
     wrong = (sys.executable, "-c", "open(r'{folder}/n', 'w').write('8')")
     code, document = hour([section("a", wrong)], "--emulated")
@@ -142,54 +103,6 @@ def test_figures_are_checked_unless_the_gpu_is_emulated(hour: Any, tmp_path: Pat
     (tmp_path / "hour.json").unlink()
     code, document = hour([section("a", wrong)])
     assert (code, document["sections"]["a"]["error"]) == (1, "not 7")
-
-
-def test_the_file_of_another_device_is_refused(hour: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hour([section("a", PRINT)])
-    with pytest.raises(SystemExit) as stopped:
-        hour([section("a", PRINT)], "--emulated")
-    assert stopped.value.code == 2
-    assert "its emulated is False, here it is True; name another file" in capsys.readouterr().out
-
-
-def test_the_figures_replace_those_between_the_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures = (
-        Figure("the number", "a", "{number:.2f} GiB", "8", {"what": "n"}),
-        Figure("a failure", "a", "{number:.1f}", "", {"what": "big"}),
-        Figure("another", "b", "{number}"),
-    )
-    monkeypatch.setattr(gpu_hour, "FIGURES", figures)
-    rows = [
-        {"what": "big", "number": None, "status": "oom: 3 GiB"},
-        {"what": "n", "number": None},
-        {"what": "n", "number": 7},
-    ]
-    document = {
-        "device_name": "H",
-        "date": "2026-11-25T",
-        "versions": {"torch": "2"},
-        "sections": {"a": {"rows": rows}},
-    }
-    page = tmp_path / "page.md"
-    begin, end = gpu_hour.MARKS
-    page.write_text(f"before\n{begin}old\n{end}after\n")
-    for _ in range(2):
-        gpu_hour.fill(document, page, source="x")
-    text = page.read_text()
-    assert text.startswith(f"before\n{begin}H, 2026-11-25, torch 2 (x):\n\n| figure |") and text.endswith(
-        f"{end}after\n"
-    )
-    assert text.splitlines()[6:9] == [
-        "| the number | 8 | 7.00 GiB | `a` |",
-        "| a failure |  | oom: 3 GiB | `a` |",
-        "| another |  | not measured | `b` |",
-    ]
-
-
-def test_tiny_figures_do_not_reach_the_documentation(hour: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    hour([section("a", PRINT)])
-    assert hour([section("a", PRINT)], "--fill")[0] == 2
-    assert "must be measured" in capsys.readouterr().out
 
 
 def test_the_documentation_has_every_figure_and_every_figure_its_section() -> None:
@@ -202,40 +115,6 @@ def test_the_documentation_has_every_figure_and_every_figure_its_section() -> No
     sections = gpu_hour_sections.build_sections(tiny=False, cuda=True)
     side_by_side = max(section.expected_s for section in sections if not section.timed)
     assert side_by_side + sum(section.expected_s for section in sections if section.timed) <= 25 * 60
-
-
-def test_events_of_a_trace_are_counted_by_kind() -> None:
-    kernels = ["nvjet_tst_128x64", "void flash_fwd<cutlass>", "vectorized_add", "vectorized_add"]
-    events: list[Any] = [{"cat": "kernel", "name": name, "dur": 500} for name in kernels]
-    events += [{"name": "ProfilerStep#7", "dur": 4000}]
-    events += [{"cat": "gpu_memcpy", "name": "DtoD"}, {"cat": "gpu_memset", "name": "set"}, {"name": "no category"}]
-    events += [{"cat": "cuda_runtime", "name": name} for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
-    counts, frequent = gpu_hour_sections.count_events(events)
-    expected: dict[str, float] = {
-        "kernels": 2,
-        "products": 1,
-        "attention": 1,
-        "copies": 1,
-        "memory_sets": 1,
-        "waits": 1,
-    }
-    expected |= {"kernels_ms": 1.0, "products_ms": 0.5, "attention_ms": 0.5, "step_ms": 4.0}
-    assert counts == expected
-    assert frequent[0] == ("vectorized_add", 2)
-
-
-def test_host_waits_are_named_by_what_calls_them() -> None:
-    wait = {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "tid": 1, "dur": 3}
-    around = {"cat": "cpu_op", "tid": 1}
-    events = [
-        {**around, "name": "aten::item", "ts": 10, "dur": 10},
-        {**around, "name": "aten::_local_scalar_dense", "ts": 12, "dur": 6},
-        {**around, "name": "of another thread", "ts": 0, "dur": 100, "tid": 2},
-        {**wait, "ts": 14},
-        {**wait, "ts": 50},
-    ]
-    callers = gpu_hour_sections.callers_of_waits(events)
-    assert callers == ["aten::_local_scalar_dense < aten::item", "no operator, 3 us"]
 
 
 def test_cheap_sections_run_end_to_end_on_a_cpu(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from course_toml import COURSE_TOML
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml
@@ -39,7 +37,6 @@ ABLATION_FLAGS = [
 ]
 
 
-# The keys and values of the course project's TOML files.
 def write_toml(folder: Path, text: str) -> str:
     path = folder / "job.toml"
     path.write_text(text, encoding="utf-8")
@@ -70,27 +67,9 @@ def test_flags_of_the_ablation_scripts_parse_as_they_are() -> None:
     assert config.float8.enable_float8_linear is True
 
 
-def test_toml_of_the_course_project_loads_with_one_warning_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = load_config(["--job.config_file", write_toml(tmp_path, COURSE_TOML), *ABLATION_FLAGS])
-    warning = capsys.readouterr().err
-    assert warning.splitlines()[0] == (
-        "warning: ignored, no effect here: job.use_for_integration_test, dataset.batch_size, "
-        "model.tokenizer_path, training.seq_len, training.tensor_parallel_degree, training.dataset, "
-        "experimental.context_parallel_degree, experimental.pipeline_parallel_degree, "
-        "experimental.enable_async_tensor_parallel, checkpoint.interval_type, "
-        "checkpoint.model_weights_only, checkpoint.export_dtype"
-    )
-    assert config.model.name == "dit"
-    assert config.lr_scheduler.warmup_steps == 100
-    assert config.dataset.dataset_name == "dummy"
-    assert config.training.batch_size == 16
-
-
-def test_only_rank_0_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_warns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    load_config(["--job.config_file", write_toml(tmp_path, COURSE_TOML)])
+    load_config(["--training.tensor_parallel_degree=1"])
     assert capsys.readouterr().err == ""
 
 
@@ -115,31 +94,22 @@ def test_batch_size_left_to_the_command_line_is_taken_from_it(tmp_path: Path) ->
         (["--training.compile"], "training.compile", True),
         (["--training.compile", "true"], "training.compile", True),
         (["--training.compile", "false"], "training.compile", False),
-        (["--training.compile=True"], "training.compile", True),
         (["--metrics.enable_sampling=false"], "metrics.enable_sampling", False),
-        (["--metrics.enable_sampling=False"], "metrics.enable_sampling", False),
         (["--training.compile", "--training.steps=3"], "training.compile", True),
         (["--training.steps", "3", "--training.steps=4"], "training.steps", 4),
-        (["--training.data_parallel_shard_degree", "-1"], "training.data_parallel_shard_degree", -1),
-        (["--optimizer.lr", "3"], "optimizer.lr", 3.0),
         (["--optimizer.lr=3e-4"], "optimizer.lr", 3e-4),
         (["--diffusion.logit_normal_mean", "-0.5"], "diffusion.logit_normal_mean", -0.5),
         (["--dataset.image_size", "32", "48"], "dataset.image_size", [32, 48]),
-        (["--dataset.image_size", "32"], "dataset.image_size", [32, 32]),
         (["--dataset.image_size=32"], "dataset.image_size", [32, 32]),
         (["--dataset.image_size=32,48"], "dataset.image_size", [32, 48]),
-        (["--dataset.image_size=[32, 48]"], "dataset.image_size", [32, 48]),
         (["--dataset.image_size", "[32,", "48]"], "dataset.image_size", [32, 48]),
         (["--dataset.image_size", "none"], "dataset.image_size", None),
         (["--sampling.guidance_interval", "0.3", "1"], "sampling.guidance_interval", [0.3, 1.0]),
         (["--model.qk_norm=none"], "model.qk_norm", None),
         (["--model.qk_norm"], "model.qk_norm", True),
-        (["--training.global_batch_size=None"], "training.global_batch_size", None),
         (["--dataset.root_dir=100%"], "dataset.root_dir", "100%"),
         (["--activation_checkpoint.selective_ac_option=op"], "activation_checkpoint.selective_ac_option", "op"),
         (["--training.reshard_after_forward=true"], "training.reshard_after_forward", "always"),
-        (["--training.reshard_after_forward", "False"], "training.reshard_after_forward", "never"),
-        (["--training.reshard_after_forward=never"], "training.reshard_after_forward", "never"),
     ],
 )
 def test_flag_becomes_typed_value(flags: list[str], option: str, expected: object) -> None:
@@ -153,15 +123,10 @@ def test_flag_becomes_typed_value(flags: list[str], option: str, expected: objec
     [
         ("[optimizer]\nlr = 1", "optimizer.lr", 1.0),
         ("[dataset]\nimage_size = 32", "dataset.image_size", [32, 32]),
-        ("[dataset]\nimage_size = [32, 48]", "dataset.image_size", [32, 48]),
         ("[sampling]\nguidance_interval = [0, 1]", "sampling.guidance_interval", [0.0, 1.0]),
         ("[dataset]\nroot_dir = 'none'", "dataset.root_dir", None),
         ("[training]\nreshard_after_forward = true", "training.reshard_after_forward", "always"),
-        (
-            "[activation_checkpoint]\nselective_ac_option = 3",
-            "activation_checkpoint.selective_ac_option",
-            "3",
-        ),
+        ("[activation_checkpoint]\nselective_ac_option = 3", "activation_checkpoint.selective_ac_option", "3"),
     ],
 )
 def test_toml_becomes_typed_value(tmp_path: Path, line: str, option: str, expected: object) -> None:
@@ -187,8 +152,6 @@ def test_flags_go_over_the_toml(tmp_path: Path) -> None:
         ("", [], True),
         ("enable_checkpoint = false", [], False),
         ("enable = false", [], False),  # the older name
-        ("enable_checkpoint = true", ["--checkpoint.enable_checkpoint=false"], False),
-        ("enable_checkpoint = false", ["--checkpoint.save_final"], True),
         ("enable_checkpoint = false", ["--checkpoint.enable_checkpoint"], True),
     ],
 )
@@ -256,11 +219,6 @@ print("torch imported:", "torch" in sys.modules)
     assert max(map(len, result.stdout.splitlines())) <= 110
 
 
-def test_importing_torchditan_imports_no_torch(tmp_path: Path) -> None:
-    result = run_python("import sys, torchditan; print('torch' in sys.modules)", tmp_path)
-    assert result.stdout == "False\n"
-
-
 def test_flavor_names_are_those_of_the_model_file() -> None:
     from torchditan.models.dit import FLAVORS
 
@@ -301,7 +259,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         ([], 2, "  quickstart   ", "job.config_file = none: "),
         (["--job.config_file=folder", "--dataset.root_dir=gone"], 2, "", 'dataset.root_dir = "gone": does not exist'),
-        (["--job.config_file=folder"], 2, "", "dataset.root_dir = none: folder needs"),
         (["--job.config_file=quickstart"], 0, "starting outputs/quickstart\nimports torch\n", ""),
     ],
 )
@@ -314,22 +271,13 @@ def test_the_first_line_and_a_missing_folder_need_no_torch(
     assert result.stderr.removeprefix("error: ").startswith(error)
 
 
-@pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_a_missing_run_needs_no_torch(command: str, tmp_path: Path) -> None:
-    result = run_python(START, tmp_path, str(REPOSITORY / "torchditan/__main__.py"), command, "gone")
+def test_a_missing_run_needs_no_torch(tmp_path: Path) -> None:
+    result = run_python(START, tmp_path, str(REPOSITORY / "torchditan/__main__.py"), "generate", "gone")
     assert (result.returncode, result.stdout) == (2, "")
     what = (
         "a run directory or a shared model, such as outputs/quickstart, or earth, a model that ships with the package"
     )
     assert result.stderr == f"error: gone does not exist; must be {what}\n"
-
-
-def test_a_command_without_its_run_names_examples(tmp_path: Path) -> None:
-    result = run_python(START, tmp_path, str(REPOSITORY / "torchditan/__main__.py"), "generate")
-    assert result.returncode == 2
-    assert result.stderr.startswith(
-        "error: the following arguments are required: run, such as outputs/quickstart, or earth"
-    )
 
 
 def test_resolved_config_survives_json() -> None:
@@ -365,17 +313,6 @@ def test_trajectory_changes_with_what_is_learned_and_with_nothing_else() -> None
         "--metrics.log_freq=3",
     ):
         assert trajectory(load_config([flag])) == before, flag
-
-
-def test_core_modules_import_no_optional_library_at_the_top() -> None:
-    optional = {"diffusers", "transformers", "peft", "torchao", "datasets", "torchdata", "wandb", "sklearn"}
-    for path in (REPOSITORY / "torchditan").rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            assert not optional & {name.split(".")[0] for name in names}, path
-            assert "data" not in {name.split(".")[0] for name in names}, path
 
 
 def test_the_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:

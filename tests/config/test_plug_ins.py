@@ -13,21 +13,14 @@ from refusals import refused
 
 import torchditan
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import from_dict, load_config, options, to_dict
+from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, LRScheduler, Model, Training
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Euler, Sampler
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.optim.meters import Meter
 from torchditan.optim.schedules import Schedule
-from torchditan.registry import (
-    ARCHITECTURES,
-    OPTIMIZERS,
-    SAMPLERS,
-    installed_plug_ins,
-    registered,
-    resolve,
-)
+from torchditan.registry import ARCHITECTURES, OPTIMIZERS, SAMPLERS, installed_plug_ins, registered, resolve
 from torchditan.run.reading import read_metrics
 
 HERE = __name__
@@ -68,8 +61,6 @@ def test_options_follow_the_name() -> None:
         ("no_such_lab:Mine", ["No module named 'no_such_lab'", "module:name"]),
         (f"{HERE}:Missing", ["Missing", "module:name"]),
         (f"{HERE}:three", ["torchditan.diffusion.samplers.Sampler"]),
-        (f"{HERE}:Config", ["torchditan.diffusion.samplers.Sampler"]),
-        ("eulr", ["euler?"]),
         (f"{HERE}:Mine strength", ["key=value"]),
         (f"{HERE}:Mine power=1", ["power", "strength, steps"]),
         (f"{HERE}:OfLevels", ["flow_matching", "euler"]),
@@ -118,9 +109,7 @@ def test_train_returns_the_finished_run_and_continues_one(tmp_path: Path) -> Non
         assert mention in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "option", ["diffusion.objective", "sampling.sampler", "diffusion.ingredients", "autoencoder.name"]
-)
+@pytest.mark.parametrize("option", ["diffusion.objective", "diffusion.ingredients", "autoencoder.name"])
 def test_a_stored_configuration_imports_no_file_of_the_current_folder(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,12 +177,10 @@ def like_the_dit(config: Model, **shapes: Any) -> ModelSpec:
         ("sampling.sampler", "Picky", ["strength"]),
         ("sampling.sampler", "Picky strength=-1", ["negative"]),
         ("sampling.sampler", "Mine strength=1 strength=2", ["strength", "twice"]),
-        ("sampling.sampler", "NoFlow", ["flow_matching"]),
         ("lr_scheduler.schedule", "NoFactor", ["factor"]),
         ("lr_scheduler.schedule", "TooHigh height=2", ["factor", "2"]),
         ("lr_scheduler.schedule", "TooHigh width=2", ["width", "height"]),
         ("metrics.meters", "NoRead", ["read"]),
-        ("metrics.meters", "Meter", ["read"]),
         ("diffusion.objective", "NoTarget", ["build"]),
     ],
 )
@@ -202,7 +189,7 @@ def test_a_part_is_checked_before_the_run(option: str, value: str, mentions: lis
         load_config([f"--{option}={HERE}:{value}"])
 
 
-@pytest.mark.parametrize("text", ["my_lab.py:Mine", "my lab:Mine", "my_lab:", ":Mine", "my_lab:Mine()"])
+@pytest.mark.parametrize("text", ["my_lab.py:Mine", ":Mine", "my_lab:Mine()"])
 def test_a_name_that_is_no_module_and_name_is_refused(text: str) -> None:
     with refused("sampling.sampler = "):
         load_config([f"--sampling.sampler={text}"])
@@ -218,7 +205,7 @@ def test_an_architecture_from_outside() -> None:
         build_model_spec(Model(name=f"{HERE}:wrong_architecture"), **shapes)
 
 
-@pytest.mark.parametrize("name", ["this", "evil_lab", "evil_package"])  # `this` is a module of Python too
+@pytest.mark.parametrize("name", ["this", "evil_package"])  # `this` is a module of Python too
 def test_no_form_of_a_module_is_read_from_the_current_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,8 +231,3 @@ def test_a_number_with_the_name_of_another_is_refused_and_the_process_trains_aga
             torchditan.train("quickstart", **tiny, meters=[f"{HERE}:LogsLoss"])
     torchditan.train("quickstart", **tiny)
     assert [record["step"] for record in read_metrics(tmp_path / "quickstart")] == [1]
-
-
-def test_an_empty_registry_asks_for_a_part_of_yours() -> None:
-    option = options()["diffusion.ingredients"]
-    assert (option.choices, option.expected) == ({}, "must be module:name")

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""DDPM against the papers' formulas, computed here in float64, and against the schedulers of diffusers."""
+"""The loss of DDPM against the papers' formulas in float64, its steps against the schedulers of diffusers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import nn
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Sampling
-from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood, gaussian_kl
-from torchditan.diffusion.noise_schedules import betas, levels_at, levels_of, spaced_levels
+from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood
+from torchditan.diffusion.noise_schedules import spaced_levels
 from torchditan.diffusion.samplers import guided_prediction
 from torchditan.evaluation.sampler import SamplePlan, Sampler
 from torchditan.models import ClassLabels, Unconditional
@@ -153,79 +153,6 @@ def test_the_bound_trains_the_variance_and_leaves_the_prediction_to_the_squared_
     assert (gradients[1][:, 1:].abs().flatten(1).sum(1) > 0).all() and gradients[1].isfinite().all()
 
 
-@pytest.mark.parametrize("kept", [None, [0, 111, 222, 333, 444, 555, 666, 777, 888, 999], [99, 499, 999]])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_posterior_is_that_of_bayes_on_a_grid(schedule: Any, kept: list[int] | None) -> None:
-    levels = levels_of(schedule, kept)
-    squared = np.cumprod(1 - reference_betas(schedule))[list(range(1000) if kept is None else kept)]
-    x, state = 0.7, -0.4
-    num_checked = 0
-    for i in {1, 2, len(squared) // 2, len(squared) - 2} - {0}:
-        a, s = math.sqrt(squared[i - 1]), math.sqrt(1 - squared[i - 1])
-        ratio = squared[i] / squared[i - 1]
-        center, width = a * x, min(s, math.sqrt((1 - ratio) / ratio))
-        grid = np.linspace(min(center, state) - 14 * s, max(center, state) + 14 * s, 400_001)
-        if width < 1e-3 * (grid[-1] - grid[0]):
-            continue
-        num_checked += 1
-        log_density = -((grid - center) ** 2) / (2 * s**2) - (state - math.sqrt(ratio) * grid) ** 2 / (2 * (1 - ratio))
-        density = np.exp(log_density - log_density.max())
-        density /= density.sum()
-        mean = (density * grid).sum()
-        variance = (density * (grid - mean) ** 2).sum()
-        found = levels.posterior_of_sample[i].item() * x + levels.posterior_of_state[i].item() * state
-        assert found == pytest.approx(mean, abs=2e-6)
-        assert math.exp(levels.log_posterior_variance[i].item()) == pytest.approx(variance, rel=1e-5)
-        assert math.exp(levels.log_beta[i].item()) == pytest.approx(1 - ratio, rel=1e-5)
-
-    assert num_checked >= 1
-
-
-def test_the_first_level_takes_the_posterior_variance_of_the_second_and_its_mean_is_x() -> None:
-    for schedule in SCHEDULES:
-        levels = levels_of(schedule)  # type: ignore[arg-type]
-        assert levels.log_posterior_variance[0] == levels.log_posterior_variance[1]
-        assert (levels.posterior_of_sample[0], levels.posterior_of_state[0]) == (1, 0)
-        at = levels_at(schedule, torch.tensor([3, 999]))  # type: ignore[arg-type]
-        assert all(torch.equal(some, every[[3, 999]]) for some, every in zip(at, levels, strict=True))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_are_those_of_the_papers(schedule: Any) -> None:
-    found = betas(schedule).numpy()
-    np.testing.assert_allclose(found, reference_betas(schedule), rtol=1e-12)
-    ends = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012), "cosine": (found[0], 0.999)}[schedule]
-    assert (found[0], found[-1]) == pytest.approx(ends)
-    if schedule == "cosine":
-        squared = np.cumprod(1 - found)
-        t = (np.arange(1, 1001) / 1000 + 0.008) / 1.008 * np.pi / 2
-        np.testing.assert_allclose(squared[:998], (np.cos(t) ** 2 / np.cos(0.008 / 1.008 * np.pi / 2) ** 2)[:998])
-
-
-@pytest.mark.parametrize(("difference", "deviation", "other"), [(0.0, 1.0, 1.0), (0.3, 0.5, 0.8), (-1.2, 1.5, 0.4)])
-def test_the_divergence_of_gaussians_is_its_integral(difference: float, deviation: float, other: float) -> None:
-    z = np.linspace(-20, 20, 200_001)
-    density = np.exp(-(z**2) / (2 * deviation**2)) / (deviation * math.sqrt(2 * math.pi))
-    log_ratio = math.log(other / deviation) - z**2 / (2 * deviation**2) + (z - difference) ** 2 / (2 * other**2)
-    integral = (density * log_ratio).sum() * (z[1] - z[0])
-    logs = (torch.tensor(2 * math.log(value), dtype=torch.float64) for value in (deviation, other))
-    found = gaussian_kl(torch.tensor(difference, dtype=torch.float64), *logs)
-    assert found.item() == pytest.approx(integral, abs=1e-9)
-
-
-@pytest.mark.parametrize("mean", [-1.3, -0.999, 0.0, 0.4321, 0.98, 2.0])
-@pytest.mark.parametrize("deviation", [0.004, 0.03, 1.0])
-def test_the_probabilities_of_the_256_bins_are_integrals_and_sum_to_1(mean: float, deviation: float) -> None:
-    x = torch.arange(256, dtype=torch.float64) * 2 / 255 - 1
-    log_variance = torch.tensor(2 * math.log(deviation), dtype=torch.float64)
-    found = discretized_log_likelihood(x, x - mean, log_variance).exp()
-    assert found.sum().item() == pytest.approx(1, abs=1e-9)
-    z = np.linspace(-1 / 255, 1 / 255, 2001)[:-1] + 1 / 255 / 2000  # midpoints
-    for i in (1, 77, 200, 254):
-        density = np.exp(-((x[i].item() + z - mean) ** 2) / (2 * deviation**2)) / (deviation * math.sqrt(2 * math.pi))
-        assert found[i].item() == pytest.approx(max(density.mean() * 2 / 255, 1e-12), rel=1e-4)
-
-
 def test_a_bin_far_from_the_prediction_is_precise_in_float32_on_both_sides() -> None:
     difference = torch.tensor([-0.05, 0.05, -0.5, 0.5])
     found = discretized_log_likelihood(torch.zeros(4), difference, torch.full((4,), 2 * math.log(0.01)))
@@ -298,13 +225,9 @@ def distribution_of_samples(objective: DDPM, sampling: Sampling) -> tuple[float,
     return found[0].item(), (found[1:] - found[0]).square().sum().item()
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("prediction", "schedule"), [("epsilon", "linear"), ("v", "cosine")])
 def test_samplers_recover_the_mean_and_variance_of_a_gaussian(prediction: str, schedule: str) -> None:
     for sampler, num_steps, learn_sigma, tolerance in (
-        ("ancestral", 1000, False, 0.01),
-        ("ancestral", 1000, True, 0.003),
-        ("ancestral", 250, True, 0.003),
         ("ancestral", 10, True, 0.003),
         ("ddim", 1000, False, 0.02),
         ("euler", 1000, True, 0.02),
@@ -315,19 +238,6 @@ def test_samplers_recover_the_mean_and_variance_of_a_gaussian(prediction: str, s
         where = f"{sampler}, {num_steps} steps, learn_sigma {learn_sigma}"
         assert mean == pytest.approx(MEAN, abs=tolerance), where
         assert variance == pytest.approx(VARIANCE, rel=2 * tolerance), where
-
-
-def test_clipped_samples_survive_an_error_of_the_prediction_where_there_is_almost_no_signal() -> None:
-    """At level 999 of the cosine schedule, x follows from the noise by a factor of 20,000."""
-    exact = exact_model("epsilon", "cosine", spaced_levels("trailing", 50), learn_sigma=False)
-    x, found = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0)), {}
-    for clip_sample in (None, True):
-        sampling = Sampling(sampler="ddim", num_steps=50, clip_sample=clip_sample)
-        found[clip_sample] = ddpm("epsilon", "cosine").sample(
-            lambda x, t: 1.01 * exact(x, t), x, sampling=sampling, step_noise=lambda step: x
-        )
-    assert found[True].abs().max() <= 1
-    assert found[True].std() < 1 < found[None].std()
 
 
 def test_clipping_moves_a_state_to_the_predicted_noise_of_the_clipped_sample() -> None:
@@ -345,13 +255,6 @@ def test_clipping_moves_a_state_to_the_predicted_noise_of_the_clipped_sample() -
     noise = (0.7 - math.sqrt(squared[999])) / math.sqrt(1 - squared[999])
     expected = math.sqrt(squared[499]) + math.sqrt(1 - squared[499]) * noise
     assert seen[1].item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_learned_variance_matters_with_few_steps() -> None:
-    """Without it, the samples of ten steps vary too little."""
-    sampling = Sampling(sampler="ancestral", num_steps=10, spacing="linspace")
-    _, variance = distribution_of_samples(ddpm(), sampling)
-    assert variance < 0.8 * VARIANCE
 
 
 # The schedulers of diffusers.
@@ -498,22 +401,11 @@ def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_a
     ("flags", "about", "right"),
     [
         ("--diffusion.noise_schedule=cosine --diffusion.objective=flow_matching", "diffusion.noise_schedule", "ddpm"),
-        (
-            "--sampling.sampler=ddim --diffusion.objective=flow_matching",
-            'sampling.sampler = "ddim"',
-            "must be euler, heun, dpmpp_2m, ancestral",
-        ),
         ("--sampling.spacing=leading --diffusion.objective=flow_matching", "sampling.spacing", "only to ddpm"),
-        ("--sampling.timestep_shift=0", "sampling.timestep_shift = 0.0", "greater than 0"),
         ("--sampling.timestep_shift=3", "sampling.timestep_shift = 3.0", "its own levels"),
         ("--sampling.sampler=heun", 'sampling.sampler = "heun"', "must be euler, ddim, ancestral"),
-        ("--sampling.sampler=dpmpp_2m", "sampling.sampler", "must be euler, ddim, ancestral"),
         ("--sampling.num_steps=1001", "sampling.num_steps = 1001", "at most 1000"),
         ("--sampling.num_steps=1 --sampling.spacing=leading", "sampling.spacing", "must be trailing or linspace"),
-        ("--sampling.spacing=even", 'sampling.spacing = "even"', "trailing, leading, linspace"),
-        ("--diffusion.prediction=eps", 'diffusion.prediction = "eps"', "epsilon, v, x"),
-        ("--diffusion.noise_schedule=squared", "diffusion.noise_schedule", "linear, cosine, scaled_linear"),
-        ("--diffusion.timestep_sampling=uniform", "diffusion.timestep_sampling", "its own levels"),
         (
             "--checkpoint.initial_load_path=w.safetensors --checkpoint.initial_load_convention=torchditan",
             "checkpoint.initial_load_convention",
@@ -523,11 +415,6 @@ def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_a
             "--model.name=sdxl --model.flavor=debugmodel --diffusion.prediction=v",
             'diffusion.prediction = "v"',
             "sdxl was trained with epsilon",
-        ),
-        (
-            "--model.name=sdxl --model.flavor=debugmodel --diffusion.noise_schedule=cosine",
-            "diffusion.noise_schedule",
-            "scaled_linear",
         ),
     ],
 )

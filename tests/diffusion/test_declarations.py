@@ -17,7 +17,6 @@ from torchditan.diffusion.loss_flops import training_flops
 from torchditan.diffusion.objectives import Ingredient, Losses, Objective, build_objective
 from torchditan.models import Head, ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
-from torchditan.models.saved_weights import required_names
 
 
 class WithLevel(FlowMatching):
@@ -88,20 +87,6 @@ def test_a_scalar_has_no_effect_before_the_first_step_and_then_one(conditioning:
     assert count_model_flops(scaled).per_image > count_model_flops(plain).per_image
 
 
-def test_a_head_reads_a_feature_and_adds_no_other_weight() -> None:
-    spec = spec_of()
-    trained = spec.with_heads(WithHead.build(Diffusion(), spec).heads)
-    model, plain = trained.build(), spec.build()
-    assert set(model.state_dict()) - set(plain.state_dict()) == {"heads.mean.weight", "heads.mean.bias"}
-    x, t, cond = torch.randn(3, 2, 8, 8), torch.rand(3), {"class_label": torch.arange(3)}
-    prediction, found = model(x, t, cond, features=["mean", "blocks.0"])
-    assert torch.equal(prediction, plain(x, t, cond))
-    _, features = plain(x, t, cond, features=["blocks.0", "blocks.1"])
-    heads: Any = model.heads
-    assert torch.equal(found["mean"], heads["mean"](features["blocks.1"]))
-    assert torch.equal(found["blocks.0"], features["blocks.0"]) and found.keys() == {"mean", "blocks.0"}
-
-
 @pytest.mark.parametrize(("name", "mention"), [("WithLevel", "level"), ("WithHead", "heads")])
 def test_a_model_without_room_is_refused_in_one_line(name: str, mention: str) -> None:
     objective = f"{__name__}:{name}"
@@ -136,13 +121,6 @@ def test_an_ingredient_may_declare_scalars() -> None:
     build_objective(diffusion, spec)
     with refused("diffusion.ingredients = ", "size", "dit"):
         build_objective(diffusion, spec_of(scalars={"level": 10.0}))
-
-
-def test_only_initial_weights_may_lack_the_embedder_of_a_scalar() -> None:
-    model = spec_of(scalars={"level": 10.0}).build()
-    embedder = {name for name, _ in model.named_parameters() if name.startswith("scalar_embedders.level.")}
-    assert embedder and embedder <= required_names(model)
-    assert not embedder & required_names(model, are_initial=True)
 
 
 def test_a_loss_that_cannot_be_counted_does_not_end_the_run() -> None:

@@ -48,16 +48,6 @@ def test_the_order_on_steps_that_are_even_in_lambda(method: str, order: int) -> 
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.05)
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_on_the_whole_path_the_order_is_2_up_to_a_logarithm(shift: float) -> None:
-    """lambda is infinite at both ends, and the sum of the errors of even steps is dt^2 log(1 / dt)."""
-    coarse, fine = (Timesteps(kind="uniform", shift=shift).grid(n) for n in (1600, 3200))
-    with_logarithm = 2 - math.log2(math.log(3200) / math.log(1600))  # 1.87
-    error = error_of("dpmpp_2m", coarse)
-    assert math.log2(error / error_of("dpmpp_2m", fine)) == pytest.approx(with_logarithm, abs=0.1)
-    assert error < 0.05 * error_of("euler", coarse)
-
-
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_up_to_three_steps_are_eulers(num_steps: int) -> None:
     x, timesteps = torch.randn(2, 3), Timesteps(kind="uniform", shift=3.0).grid(num_steps)

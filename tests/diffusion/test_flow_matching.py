@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -32,17 +31,6 @@ class Recorder(nn.Module):
     def forward(self, x_t, t, cond):
         self.x_t, self.t, self.cond = x_t, t, cond
         return self.answer(x_t, t, cond)
-
-
-def test_loss_is_zero_for_the_true_velocity_and_its_square_for_none() -> None:
-    x = torch.randn(5, 2, 4, 4)
-    randomness = draw(0, list(range(5)), (2, 4, 4))
-    objective = FlowMatching(conditioning=Unconditional(), timesteps=Timesteps(kind="uniform"), label_dropout=0)
-    velocity = x - randomness.noise
-    perfect = Recorder(lambda *_: velocity)
-    assert objective.loss(perfect, {"sample": x}, randomness).abs().max() == 0
-    nothing = Recorder(lambda x_t, *_: torch.zeros_like(x_t))
-    torch.testing.assert_close(objective.loss(nothing, {"sample": x}, randomness), velocity.square().mean((1, 2, 3)))
 
 
 def test_the_path_runs_from_noise_at_0_to_data_at_1_in_float32() -> None:
@@ -76,31 +64,11 @@ def test_logit_normal_timesteps_have_the_mean_and_spread_they_are_given() -> Non
     assert torch.equal(Timesteps(kind="uniform")(uniform), uniform)
 
 
-def test_timesteps_stay_in_range_at_the_ends_of_the_draw() -> None:
-    ends = torch.tensor([0.0, 1 - 2**-24])
-    for kind in ("uniform", "logit_normal"):
-        t = Timesteps(kind=kind, shift=3.0)(ends)
-        assert torch.isfinite(t).all()
-        assert (t >= 0).all()
-        assert (t <= 1).all()
-
-
 def test_shift_moves_to_noise_and_keeps_the_ends() -> None:
     t = torch.tensor([0.0, 0.5, 1.0])
     # Noise level 0.5 shifted by 3: 3 * 0.5 / (1 + 2 * 0.5) = 0.75.
     torch.testing.assert_close(shift_timesteps(t, 3.0), torch.tensor([0.0, 0.25, 1.0]))
     assert Timesteps(kind="uniform").grid(4) == [0.0, 0.25, 0.5, 0.75, 1.0]
-
-
-@pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
-def test_solvers_converge_with_their_order(method: str, order: int) -> None:
-    start = torch.ones(1, dtype=torch.float64)
-
-    def error(steps: int) -> float:
-        end = solve(lambda x, t: -x * (1 + t), start, timesteps=Timesteps(kind="uniform").grid(steps), method=method)
-        return abs(end.item() - math.exp(-1.5))
-
-    assert math.log2(error(20) / error(40)) == pytest.approx(order, abs=0.15)
 
 
 def ancestral(velocity: Velocity, start: torch.Tensor, timesteps: list[float]) -> torch.Tensor:
@@ -121,9 +89,8 @@ def test_an_ancestral_step_draws_from_the_posterior_of_its_sample() -> None:
     assert (noise * noise_after).mean() == pytest.approx(0.2 / 0.5 * 0.5 / 0.8, abs=0.015)
 
 
-@pytest.mark.parametrize("steps", [50, 200])
-def test_ancestral_samples_of_a_known_velocity_have_the_spread_of_the_data(steps: int) -> None:
-    noise, spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0)), 0.5
+def test_ancestral_samples_of_a_known_velocity_have_the_spread_of_the_data() -> None:
+    noise, spread, steps = torch.randn(100_000, generator=torch.Generator().manual_seed(0)), 0.5, 100
     samples = ancestral(
         lambda x, t: x * (t * spread**2 - (1 - t)) / (t**2 * spread**2 + (1 - t) ** 2),
         noise,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -64,25 +63,6 @@ def pairs(count: int = 8) -> tuple[dict[str, torch.Tensor], Randomness]:
     numbers = objective_of().numbers
     randomness = draw(0, list(range(count)), (2, 4, 4), numbers)
     return {"sample": MEAN + STD * torch.randn(count, 2, 4, 4, generator=generator)}, randomness
-
-
-def test_the_derivative_of_a_gaussian_is_the_closed_form() -> None:
-    """With u = v + h du/dt, du/dt is (u - v) / h."""
-    model = Gaussian()
-    generator = torch.Generator().manual_seed(0)
-    x_t = torch.randn(6, 2, 4, 4, generator=generator, dtype=torch.float64)
-    t = torch.linspace(0, 0.5, 6, dtype=torch.float64)
-    h = torch.linspace(0.1, 0.5, 6, dtype=torch.float64)
-    velocity = model.velocity(x_t, t)
-    u, du_dt = derivative(
-        model, (x_t, t, {INTERVAL: h}), (velocity, torch.ones_like(t), {INTERVAL: -torch.ones_like(h)})
-    )
-    arrived = x_t + wide(h, x_t) * u
-    spread = model.deviation(wide(t + h, x_t)) / model.deviation(wide(t, x_t))
-    expected = wide(t + h, x_t) * MEAN + spread * (x_t - wide(t, x_t) * MEAN)
-    assert (arrived - expected).abs().max() < 1e-9
-    assert (du_dt - (u - velocity).detach() / wide(h, x_t)).abs().max() < 1e-9
-    assert not u.requires_grad and not du_dt.requires_grad
 
 
 @pytest.mark.parametrize("tangent", ["model", "data"])
@@ -148,7 +128,7 @@ def test_with_h_0_the_loss_is_that_of_flow_matching() -> None:
     torch.testing.assert_close(objective.validation_loss(model, *odd), expected[:3])
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
+@pytest.mark.parametrize("num_steps", [1, 4])
 def test_any_number_of_steps_ends_at_the_sample(num_steps: int) -> None:
     model, noise = Gaussian(), torch.randn(3, 2, 4, 4)
     calls = []
@@ -233,24 +213,6 @@ def test_a_step_costs_what_its_passes_cost(objective: str) -> None:
     rest = (found.total - found.attention) / (plain.total - plain.attention)
     assert rest == pytest.approx(RATIOS[objective], rel=0.03)
     assert found.per_token / plain.per_token == pytest.approx(RATIOS[objective], rel=0.03)
-
-
-def test_linear_layers_multiply_no_tangent_of_weights() -> None:
-    """torch's own forward mode computes three products, of which one is with zeros."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    layer, x = nn.Linear(8, 16), torch.randn(4, 8)
-
-    class Model(nn.Module):
-        def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Any) -> torch.Tensor:
-            return layer(x_t) * t[:, None]
-
-    t = torch.ones(4)
-    with FlopCounterMode(display=False) as flops:
-        output, change = derivative(Model(), (x, t, {}), (2 * x, torch.zeros(4), {}))
-    assert flops.get_total_flops() == 2 * 2 * 4 * 8 * 16
-    torch.testing.assert_close(output, layer(x))
-    torch.testing.assert_close(change, 2 * (layer(x) - layer.bias))
 
 
 class Guided(nn.Module):
@@ -347,9 +309,7 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
     ("flags", "about", "mentions"),
     [
         (["--model.timestep_scale=1000"], "model.timestep_scale = 1000.0", ["imf", "1", "refit_time"]),
-        (["--sampling.sampler=heun"], 'sampling.sampler = "heun"', ["imf", "euler"]),
         (["--diffusion.prediction=x"], 'diffusion.prediction = "x"', ["imf", "v"]),
-        (["--diffusion.loss_weighting=min_snr"], 'diffusion.loss_weighting = "min_snr"', ["imf", "none"]),
         (["--model.name=flux", "--model.flavor=debugmodel"], 'diffusion.objective = "imf"', ["flow_matching", "flux"]),
         (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
         (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),
@@ -362,13 +322,7 @@ def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, m
 
 
 @pytest.mark.parametrize(
-    ("text", "mentions"),
-    [
-        ("imf tangent=noise", ["model", "data"]),
-        ("imf guidance=1", ["true", "false", "above 1"]),
-        ("imf speed=2", ["speed"]),
-        ("imf velocity_head=yes", ["true", "false"]),
-    ],
+    ("text", "mentions"), [("imf tangent=noise", ["model", "data"]), ("imf guidance=1", ["true", "false", "above 1"])]
 )
 def test_wrong_options_are_refused_in_one_line(text: str, mentions: list[str]) -> None:
     diffusion = Diffusion(objective=text)
@@ -377,16 +331,6 @@ def test_wrong_options_are_refused_in_one_line(text: str, mentions: list[str]) -
     )
     with refused(f'diffusion.objective = "{text}"', *mentions):
         build_objective(diffusion, spec)
-
-
-def test_a_model_without_room_for_the_interval_is_refused() -> None:
-    flux = build_model_spec(Model(name="flux", flavor="debugmodel"), sample_shape=(16, 16, 16), num_classes=0)
-    with refused('diffusion.objective = "imf"', "interval", "flux"):
-        build_objective(Diffusion(objective="imf"), flux)
-    diffusion, spec = spec_of("imf", num_classes=0)
-    guided = dataclasses.replace(diffusion, objective="imf guidance=true")
-    with refused('diffusion.objective = "imf guidance=true"', "labels"):
-        build_objective(guided, spec)
 
 
 def test_the_largest_scale_is_an_option() -> None:

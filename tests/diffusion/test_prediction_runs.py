@@ -4,48 +4,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from refusals import assert_refused
+from tiny_runs import KEEP, assert_same_state, job
 
-from torchditan.checkpoint.loading import read_state
 from torchditan.run.reading import read_config, read_metrics
 from torchditan.weights.trained_model import load
 
 if TYPE_CHECKING:
-    from tests.conftest import Outcome, RunDistributed, RunScript
+    from tests.conftest import RunDistributed, RunScript, Train
 
-TINY = [
-    "--model.flavor=debugmodel",
-    "--training.mixed_precision_param=float32",
-    "--training.global_batch_size=16",
-    "--dataset.num_workers=0",
-    "--metrics.log_freq=1",
-    "--metrics.enable_sampling=false",
-    "--validation.freq=0",
-    "--sampling.num_steps=4",
-    "--sampling.max_classes=2",
-    "--sampling.images_per_class=2",
-]
 OPTIONS = ["--diffusion.prediction=x", "--diffusion.loss_weighting=min_snr", "--diffusion.timestep_shift_base=16"]
-KEEP = "--checkpoint.enable_checkpoint"
-
-Train = Callable[..., "Outcome"]
-
-
-@pytest.fixture
-def train(run_script: RunScript, tmp_path: Path) -> Train:
-    def run(name: str, *flags: str) -> Outcome:
-        where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
-        outcome = run_script("train.py", *TINY, *flags, *where)
-        assert outcome.code == 0, outcome.err
-        return outcome
-
-    return run
+DRAW = ["--sampling.num_steps=4", "--sampling.max_classes=2", "--sampling.images_per_class=2"]
 
 
 def curve(run: Path) -> list[float]:
@@ -55,14 +28,13 @@ def curve(run: Path) -> list[float]:
 def test_a_run_resumes_to_the_bit_samples_is_exported_imported_and_continued(
     train: Train, run_script: RunScript, tmp_path: Path
 ) -> None:
-    train("whole", *OPTIONS, KEEP, "--training.steps=4", "--validation.freq=4", "--validation.num_images=8")
-    train("resumed", *OPTIONS, KEEP, "--training.steps=2")
-    outcome = train("resumed", *OPTIONS, KEEP, "--training.steps=4")
+    train("whole", *OPTIONS, *KEEP, *DRAW, "--training.steps=4", "--validation.freq=4", "--validation.num_images=8")
+    train("resumed", *OPTIONS, *KEEP, "--training.steps=2")
+    outcome = train("resumed", *OPTIONS, *KEEP, "--training.steps=4")
     assert "resumed at step 2" in outcome.out
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert curve(whole) == curve(resumed)
-    states = [read_state(run / "checkpoint/step-00000004") for run in (whole, resumed)]
-    assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
+    assert_same_state(whole, resumed, step=4)
 
     assert read_config(whole)["config"]["diffusion"]["timestep_shift"] == 2.0  # sqrt(64 / 16)
     objective = load(whole).objective
@@ -83,32 +55,14 @@ def test_a_run_resumes_to_the_bit_samples_is_exported_imported_and_continued(
     assert_refused(outcome.err, '--format = "diffusers"', ["diffusion.objective", "ddpm", "flow_matching"])
 
 
-def test_a_run_is_not_continued_with_another_prediction_weight_or_base(
-    train: Train, run_script: RunScript, tmp_path: Path
-) -> None:
-    train("run", *OPTIONS, KEEP, "--training.steps=1")
-    for number, (option, there, here) in enumerate(
-        [
-            ("diffusion.prediction", "x", "epsilon"),
-            ("diffusion.min_snr_gamma", "5.0", "4.0"),
-            ("diffusion.timestep_shift_base", "16", "64"),
-        ]
-    ):
-        flags = [flag for flag in OPTIONS if option not in flag]
-        where = [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run", "--training.steps=2"]
-        outcome = run_script("train.py", *TINY, *flags, KEEP, *where, f"--{option}={here}")
-        assert outcome.code == 2 and f"{option} is {there} there and {here} here" in outcome.err, number
-
-
 @pytest.mark.parametrize(
     "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
 )
 def test_one_curve_on_any_number_of_ranks(
     world_size: int, train: Train, run_distributed: RunDistributed, tmp_path: Path
 ) -> None:
-    flags = [*TINY, *OPTIONS, "--training.steps=4"]
     train("alone", *OPTIONS, "--training.steps=4")
-    jobs = [[*flags, f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=ranks"]]
+    jobs = [job(tmp_path / "ranks", *OPTIONS, "--training.steps=4")]
     result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
     assert result.returncode == 0, result.stderr
     assert curve(tmp_path / "ranks") == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)

@@ -93,11 +93,7 @@ def test_a_run_that_is_continued_completes_the_configuration_too(tmp_path: Path)
     first.run_directory.open(to_dict(first.config), trajectory=trajectory(first.config))
     first.run_directory.close()
     again, filled_in = prepared(tmp_path, *flags, "--training.batch_size=10")
-    assert filled_in == {
-        **OF_DIGITS,
-        "training.batch_size": 8,
-        "training.global_batch_size": 24,
-    }
+    assert filled_in == {**OF_DIGITS, "training.batch_size": 8, "training.global_batch_size": 24}
     described = describe_batches(again.plan, asked=again.given.training.batch_size)
     assert described.endswith("(batch_size 10 does not divide the 24 of a rank)")
 
@@ -129,7 +125,6 @@ def rank_of(world_size: int) -> Rank:
     [
         (3, None, 1, r"training\.batch_size = 3: must be a multiple of 2"),
         (None, 4, 4, r"global_batch_size = 4: must be a multiple of 8: .* x 2 for .*; it fits 1, 2 ranks"),
-        (None, 6, 2, r"global_batch_size = 6: must be a multiple of 4: .* x 2 for .*; it fits 1, 3 ranks"),
     ],
 )
 def test_an_odd_batch_is_refused_for_a_loss_of_pairs(

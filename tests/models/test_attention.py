@@ -29,7 +29,7 @@ def backward_kernel(output: torch.Tensor) -> str:
     return output.grad_fn.name()
 
 
-@pytest.mark.parametrize("num_keys", [16, 17, 256])
+@pytest.mark.parametrize("num_keys", [17, 256])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_products_round_as_little_as_the_kernel(num_keys: int, is_masked: bool) -> None:
     """Outputs and gradients, against float64: at most 1.5 times the kernel's error, which is 0.2% to 0.4%."""

@@ -9,9 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from random_models import random_model
-from torch._dynamo.backends.common import aot_autograd
 
 from torchditan.models.dit import (
     FLAVORS,
@@ -28,17 +26,9 @@ from torchditan.models.dit import (
 
 OFFICIAL_PARAMETERS = {
     ("DiT-S", 2): 32_963_360,
-    ("DiT-S", 4): 32_945_024,
-    ("DiT-S", 8): 33_148_160,
-    ("DiT-B", 2): 130_512_416,
     ("DiT-B", 4): 130_475_648,
-    ("DiT-B", 8): 130_881_536,
-    ("DiT-L", 2): 458_102_816,
-    ("DiT-L", 4): 458_053_760,
     ("DiT-L", 8): 458_594_816,
     ("DiT-XL", 2): 675_129_632,
-    ("DiT-XL", 4): 675_074_432,
-    ("DiT-XL", 8): 675_683_072,
 }
 
 
@@ -66,38 +56,7 @@ def test_official_preset_has_exactly_the_papers_parameters(flavor, patch_size):
     assert sum(p.numel() for p in model.parameters()) == OFFICIAL_PARAMETERS[flavor, patch_size]
 
 
-def test_official_state_dict_has_the_keys_and_shapes_of_the_released_checkpoints():
-    with torch.device("meta"):
-        model = DiT(official_config("DiT-XL", 2))
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    expected = {
-        "pos_embed": (1, 256, 1152),
-        "x_embedder.proj": (1152, 4, 2, 2),
-        "t_embedder.mlp.0": (1152, 256),
-        "t_embedder.mlp.2": (1152, 1152),
-        "y_embedder.embedding_table.weight": (1001, 1152),
-        "final_layer.linear": (32, 1152),
-        "final_layer.adaLN_modulation.1": (2 * 1152, 1152),
-    }
-    for i in range(28):
-        expected |= {
-            f"blocks.{i}.attn.qkv": (3 * 1152, 1152),
-            f"blocks.{i}.attn.proj": (1152, 1152),
-            f"blocks.{i}.mlp.fc1": (4 * 1152, 1152),
-            f"blocks.{i}.mlp.fc2": (1152, 4 * 1152),
-            f"blocks.{i}.adaLN_modulation.1": (6 * 1152, 1152),
-        }
-    expected_keys = {}
-    for name, shape in expected.items():
-        if name == "pos_embed" or name.endswith(".weight"):
-            expected_keys[name] = shape
-        else:
-            expected_keys |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    assert len(shapes) == 292
-    assert shapes == expected_keys
-
-
-@pytest.mark.parametrize(("height", "width", "patch_size"), [(8, 8, 2), (4, 12, 4), (9, 6, 3), (5, 7, 1)])
+@pytest.mark.parametrize(("height", "width", "patch_size"), [(4, 12, 4), (9, 6, 3)])
 def test_unpatchify_inverts_patchify(height, width, patch_size):
     x = torch.randn(2, 3, height, width)
     patches = patchify(x, patch_size)
@@ -120,7 +79,7 @@ def test_patch_embedding_is_the_convolution_its_weight_says():
 @pytest.mark.parametrize("num_classes", [0, 10])
 def test_any_height_and_width_that_the_patch_divides(preset, conditioning, num_classes):
     options = PRESETS[preset] | {"conditioning": conditioning}
-    for size in [(8, 8), (4, 12), (10, 2)]:
+    for size in [(4, 12), (10, 2)]:
         config = tiny_config(image_size=size, num_classes=num_classes, **options)
         model = random_model(config, DiT)
         x_t, t, cond = inputs(config)
@@ -129,12 +88,6 @@ def test_any_height_and_width_that_the_patch_divides(preset, conditioning, num_c
         prediction.square().mean().backward()
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert [name for name, p in trainable.items() if not p.grad.abs().sum() > 0] == []
-
-
-def test_learned_sigma_doubles_the_output_channels():
-    for learn_sigma, channels in ((False, 3), (True, 6)):
-        config = tiny_config(learn_sigma=learn_sigma)
-        assert random_model(config, DiT)(*inputs(config)).shape == (3, channels, 8, 8)
 
 
 @pytest.mark.parametrize("conditioning", ["adaln", "adaln_single", "in_context"])
@@ -147,11 +100,6 @@ def test_label_and_timestep_change_the_prediction(conditioning):
     later = model(x_t, t * 0.9, cond)
     assert (prediction - null).abs().amax(dim=(1, 2, 3)).min() > 1e-3
     assert (prediction - later).abs().amax(dim=(1, 2, 3)).min() > 1e-3
-
-
-def test_an_unconditional_model_has_no_label_table():
-    model = DiT(tiny_config(num_classes=0))
-    assert not [name for name, _ in model.named_parameters() if name.startswith("y_embedder")]
 
 
 def test_samples_of_a_batch_do_not_see_each_other():
@@ -181,12 +129,6 @@ def test_rope_makes_attention_scores_depend_on_the_offset_alone(conditioning):
     assert torch.equal(rope[:context, ..., 0], torch.ones(context, 1, 8)), "context tokens are not turned"
 
 
-def test_rope_theta_changes_the_frequencies():
-    device = torch.device("cpu")
-    table = rope_table(tiny_config(), 8, 8, device)
-    assert not torch.equal(table, rope_table(tiny_config(rope_theta=100.0), 8, 8, device))
-
-
 def test_rotation_is_the_same_in_eager_and_compiled_code():
     config = tiny_config()
     rope = rope_table(config, 8, 8, torch.device("cpu"))
@@ -198,25 +140,6 @@ def test_rotation_is_the_same_in_eager_and_compiled_code():
     torch.testing.assert_close(compiled(x, rope), rotate(x, rope))
 
 
-def test_the_compiled_rotation_concatenates_nothing():
-    """`cat` of the two members of each pair ends a fused kernel, and writes float32 to memory."""
-    operators: list[str] = []
-
-    def record(graph, _inputs):
-        operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    rope = rope_table(tiny_config(), 8, 8, torch.device("cpu"))
-    x = torch.randn(2, 16, 2, 16, requires_grad=True)
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
-    torch.compile(rotate, backend=backend, fullgraph=True)(x, rope).sum().backward()
-    assert operators.count("aten.flip.default") == 2, operators
-    assert not {"aten.cat.default", "aten.stack.default"} & set(operators), operators
-    compiled, x.grad = x.grad, None
-    rotate(x, rope).sum().backward()
-    torch.testing.assert_close(x.grad, compiled)
-
-
 def test_sincos_positions_put_the_column_first_and_sine_first():
     table = sincos_position_table(8, rows=3, columns=5)
     assert table.shape == (15, 8)
@@ -226,17 +149,12 @@ def test_sincos_positions_put_the_column_first_and_sine_first():
     torch.testing.assert_close(table[row * 5 + column], expected)
 
 
-def test_timestep_embedding_is_cosine_first_over_a_thousand_steps():
-    embedding = timestep_embedding(torch.tensor([0.25]))[0]
-    assert embedding.shape == (256,)
-    frequency = 10000.0 ** (-torch.arange(128, dtype=torch.float64) / 128)
-    torch.testing.assert_close(embedding[:128].double(), torch.cos(250 * frequency), atol=1e-4, rtol=0)
-    torch.testing.assert_close(embedding[128:].double(), torch.sin(250 * frequency), atol=1e-4, rtol=0)
-
-
-def test_the_timestep_embedding_has_the_scale_and_the_frequencies_of_other_projects():
+def test_timestep_embedding_is_cosine_first_with_the_scale_and_the_frequencies_that_are_given():
     t = torch.tensor([0.7])
     frequency = 10000.0 ** (-torch.arange(128, dtype=torch.float64) / 128)
+    embedding = timestep_embedding(t)[0]
+    torch.testing.assert_close(embedding[:128].double(), torch.cos(700 * frequency), atol=1e-4, rtol=0)
+    torch.testing.assert_close(embedding[128:].double(), torch.sin(700 * frequency), atol=1e-4, rtol=0)
     unscaled = timestep_embedding(t, scale=1.0)[0]
     torch.testing.assert_close(unscaled[:128].double(), torch.cos(0.7 * frequency), atol=1e-6, rtol=0)
     frequency = 10000.0 ** (-torch.arange(128, dtype=torch.float64) / 127)
@@ -283,10 +201,9 @@ def test_the_prediction_is_zero_at_initialisation_and_adaln_blocks_are_identitie
     assert torch.equal(model.blocks[0](x, model.t_embedder(t), rope), x)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
-def test_bfloat16_weights_follow_float32_closely(preset, conditioning):
-    config = tiny_config(**PRESETS[preset] | {"conditioning": conditioning})
+@pytest.mark.parametrize("preset", ["torchditan", "official"])
+def test_bfloat16_weights_follow_float32_closely(preset):
+    config = tiny_config(**PRESETS[preset])
     model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     exact = model(x_t, t, cond)

@@ -10,7 +10,7 @@ from torchditan.config.loader import build_config
 from torchditan.planner.batch_size import MAX_BATCH_SIZE, allowed_batch_sizes, largest_that_fits
 
 
-@pytest.mark.parametrize("guess", [None, 1, 16, 64, 100, 501])
+@pytest.mark.parametrize("guess", [None, 16, 501])
 def test_the_border_is_found_wherever_it_is(guess: int | None) -> None:
     sizes = range(1, 101)
     for border in range(101):

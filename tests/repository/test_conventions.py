@@ -80,35 +80,6 @@ def test_importing_the_package_imports_no_torch_and_help_neither() -> None:
         assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0, command
 
 
-@pytest.mark.parametrize(
-    "module", ["trainer", "supervision/supervision", "periodic_tasks", "checkpoint/run_checkpoints"]
-)
-def test_the_trainer_and_its_parts_are_complete_after_construction(module: str) -> None:
-    """No method but the constructor, and those it calls, creates an attribute. None asks whether one is there."""
-    text = (REPOSITORY / "torchditan" / f"{module}.py").read_text()
-    assert "in vars(self)" not in text and "hasattr(self" not in text
-    for cls in (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)):
-        bodies = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
-        methods = {name: attributes_set_by(node) for name, node in bodies.items()}
-        created = methods.pop("__init__", set())
-        for name in methods_called_by(bodies["__init__"]) & methods.keys() if created else ():
-            created |= methods.pop(name)
-        assert not set().union(*methods.values()) - created, cls.name
-
-
-def methods_called_by(method: ast.FunctionDef) -> set[str]:
-    calls = (node.func for node in ast.walk(method) if isinstance(node, ast.Call))
-    return {func.attr for func in calls if isinstance(func, ast.Attribute) and ast.unparse(func.value) == "self"}
-
-
-def attributes_set_by(method: ast.FunctionDef) -> set[str]:
-    return {
-        node.attr
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-    }
-
-
 CONFIGURATIONS = [
     file for folder in (".", "recipes") for file in (REPOSITORY / "train_configs" / folder).glob("*.toml")
 ]

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS
 from torchditan.config.loader import load_config, options
-from torchditan.run.directory import STATES
-from torchditan.run.metrics import ALWAYS_KEYS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = sorted((REPOSITORY / "results").glob("*.md"))  # history: it keeps the names of its day
@@ -33,11 +30,6 @@ def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_placeholder_is_left(page: Path) -> None:
-    assert "@@" not in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
@@ -84,39 +76,6 @@ def test_training_commands_are_accepted(page: Path) -> None:
     assert len(commands) > 5 or page.name != "README.md"
     for flags in commands:
         load_config(flags)
-
-
-def test_one_process_is_started_with_python() -> None:
-    """torchrun is for several ranks: after Ctrl-C it prints a traceback of its own."""
-    files = [page for page in PAGES if page.name != "README.md"]
-    files += (REPOSITORY / "train_configs").rglob("*.toml")
-    wrong = [file.name for file in files if re.search(r"torchrun (?:train|scripts)", file.read_text(encoding="utf-8"))]
-    assert wrong == []
-
-
-@pytest.mark.parametrize(
-    ("page", "names"), [("run_directory.md", (*ALWAYS_KEYS, *STATES)), ("compatibility.md", LEGACY_KEYS)]
-)
-def test_a_page_has_every_key_of_a_run_and_of_the_course_project(page: str, names: Iterable[str]) -> None:
-    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
-    assert [name for name in names if f"`{name}`" not in text] == []
-
-
-def test_the_training_step_names_the_position_that_the_stream_starts_at() -> None:
-    trainer = (REPOSITORY / "torchditan" / "trainer.py").read_text(encoding="utf-8")
-    (position,) = re.findall(r"stream\.batches\(self\.(progress\.\w+)\)", trainer)
-    page = (REPOSITORY / "docs" / "training_step.md").read_text(encoding="utf-8")
-    assert re.findall(r"`(progress\.\w+)` of the training stream", page) == [position]
-
-
-def test_the_training_step_names_functions_that_exist() -> None:
-    page = REPOSITORY / "docs" / "training_step.md"
-    code = "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "torchditan").rglob("*.py"))
-    names = re.findall(r"`((?:[A-Z][A-Za-z]+|[A-Za-z]+\.[a-z_]+))`", page.read_text(encoding="utf-8"))
-    names = [name for name in names if not name.split(".")[0].islower()]  # options and files are tested above
-    assert len(names) > 5
-    absent = [name for name in names if not re.search(rf"(?:def|class) {name.split('.')[-1]}\b", code)]
-    assert absent == []
 
 
 def test_the_tests_that_pages_name_exist() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -165,17 +164,6 @@ def test_the_autoencoder_of_the_page_trains_samples_and_resumes_to_the_bit(
     assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
     assert (tmp_path / "whole/samples/step_00000002.png").exists()
     assert run_script("torchditan", "generate", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
-
-
-@pytest.mark.usefixtures("fold")
-def test_its_latents_are_encoded_once_and_trained_on(run_script: RunScript, tmp_path: Path) -> None:
-    data = ["--dataset.dataset_name=earth", "--dataset.image_size=32", "--dataset.num_workers=0"]
-    outcome = run_script("torchditan", "encode", tmp_path / "latents", *data, "--autoencoder.name=fold")
-    assert outcome.code == 0, outcome.err
-    latents = ["--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}"]
-    train(run_script, tmp_path, "run", "--job.config_file=quickstart", "--training.steps=1", *latents)
-    stored = json.loads((tmp_path / "run/config.json").read_text())["config"]
-    assert stored["autoencoder"]["name"] == "fold" and stored["model"]["input_channels"] == 12
 
 
 @pytest.mark.usefixtures("fold")

@@ -1,8 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Modules of `torchditan` that a job imports, measured in a separate process; imports have no cycle.
-
-`pytest tests/repository/test_imports.py -s` prints the number of files and lines.
-"""
+"""Modules of `torchditan` that a job imports, measured in a separate process; imports have no cycle."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone
+    pass
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OPTIONAL_PARTS = {
@@ -63,20 +60,6 @@ OPTIONAL_PARTS = {
     "torchditan.weights",
 }
 """Modules, and packages with all in them, that a job imports only where an option asks for them."""
-LATENTS = {
-    "torchditan.datasets.latents",
-    "torchditan.autoencoders",
-    "torchditan.autoencoders.autoencoder",
-    "torchditan.autoencoders.catalogue",
-    "torchditan.autoencoders.haar",
-    "torchditan.distributed.float32_products",
-    "torchditan.latents.index",
-    "torchditan.latents.shards",
-    "torchditan.latents.latent_space",
-    "torchditan.weights",
-    "torchditan.weights.safetensors_files",
-}
-"""What a run on stored haar latents adds."""
 PLAN = {"torchditan.planner", "torchditan.finetune", "torchditan.diffusion.loss_flops"}
 """What the memory in the first lines of a run adds, through the registry."""
 TINY = (
@@ -115,11 +98,6 @@ def belongs_to(name: str, parts: set[str]) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def print_size(what: str, modules: dict[str, str]) -> None:
-    lines = sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in modules.values())
-    print(f"{what} imports {len(modules)} files, {lines} lines")
-
-
 def test_the_quickstart_imports_no_optional_part(tmp_path: Path) -> None:
     modules = modules_of("--job.config_file=quickstart", *TINY, f"--job.dump_folder={tmp_path}")
     assert (tmp_path / "quickstart" / "samples" / "step_00000002.png").exists()  # it sampled too
@@ -127,17 +105,6 @@ def test_the_quickstart_imports_no_optional_part(tmp_path: Path) -> None:
     assert optional == []
     datasets = [name.removeprefix("torchditan.") for name in modules if name.startswith("torchditan.datasets")]
     assert sorted(datasets) == ["datasets", "datasets.digits", "datasets.options"]
-    print_size("the quickstart", modules)
-
-
-def test_a_run_on_latents_imports_only_its_own_autoencoder(tmp_path: Path, run_alone: RunAlone) -> None:
-    haar = ["--autoencoder.name=haar", "--autoencoder.downsampling=2"]
-    run_alone("torchditan", "encode", tmp_path / "latents", "--dataset.dataset_name=digits", *haar)
-    data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}")
-    modules = modules_of("--job.config_file=quickstart", *TINY, *data, f"--job.dump_folder={tmp_path}")
-    optional = {name for name in modules if belongs_to(name, OPTIONAL_PARTS) and not belongs_to(name, PLAN)}
-    assert optional == LATENTS
-    print_size("a run on latents", modules)
 
 
 def imports_of(tree: ast.AST, known: set[str]) -> set[str]:

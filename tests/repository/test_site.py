@@ -51,34 +51,9 @@ def test_the_site_has_every_page_and_what_it_searches(site: Path) -> None:
     assert "learning rate" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
 
 
-def test_the_api_page_has_signatures_and_docstrings(site: Path) -> None:
-    text = re.sub(r"<[^>]+>", "", pages(site)["api.html"])
-    for part in ("samples_per_class", "Per-sample loss", "Load a trained run"):
-        assert part in text, part
-    named = re.findall(r"^::: (\S+)", (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert [name for name in named if f'id="{name}"' not in pages(site)["api.html"]] == []
-
-
 def test_pages_load_nothing_from_the_network(site: Path) -> None:
     loaded = r"<(?:script|img|iframe)[^>]* src=\"?(?:https?:)?//|<link[^>]* rel=\"?(?:stylesheet|preconnect)[^>]*//"
     assert [name for name, text in pages(site).items() if re.search(loaded, text)] == []
-
-
-def test_lists_are_lists_and_tables_are_tables(site: Path) -> None:
-    """MkDocs needs an empty line between a paragraph and a list, which GitHub does not."""
-    wrong = {
-        name: found
-        for name, text in pages(site).items()
-        for found in re.findall(r"<p>[^<]*(?:<(?!/p>)[^<]*)*?\n(?:[-*] |1\. |\|)[^\n]*", text)
-    }
-    assert wrong == {}
-
-
-def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
-    assert re.search(r'href="https://[^"]+/blob/HEAD/torchditan/registry\.py"', pages(site)["extending.html"])
-    assert re.search(r'href="https://[^"]+/blob/HEAD/README\.md#limits"', pages(site)["index.html"])
-    leaving = [name for name, text in pages(site).items() if re.search(r'href="(?:\.\./)+[^"]+\.(?:py|toml|md)"', text)]
-    assert leaving == []
 
 
 def test_dead_links_and_anchors_fail_the_build(tmp_path: Path) -> None:

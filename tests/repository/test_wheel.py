@@ -132,8 +132,3 @@ def test_a_checkout_runs_without_being_installed(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "quickstart" in done.stdout, done.stderr
-
-
-def test_two_links_make_data_and_configurations_part_of_the_package() -> None:
-    assert os.readlink(REPOSITORY / "torchditan" / "datasets") == "../data"
-    assert os.readlink(REPOSITORY / "torchditan" / "train_configs") == "../train_configs"

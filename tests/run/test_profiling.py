@@ -6,17 +6,15 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.profiler import ProfilerAction
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Profiling
 from torchditan.run import profiling as profiling_module
 from torchditan.run.directory import RunDirectory
-from torchditan.run.profiling import profiling, trace_action
+from torchditan.run.profiling import profiling
 from torchditan.run.reading import read_metrics
 
 CPU = torch.device("cpu")
@@ -59,33 +57,6 @@ def test_a_resumed_run_traces_the_same_steps(run):
     assert "train_step_8" in names(run.path / "traces/step_00000008/rank0.json")
 
 
-def test_every_step_can_be_traced(run):
-    with profiling(Profiling(enable_profiling=True, profile_freq=1), run, 0, device=CPU) as profiler:
-        work(profiler, 1, 2)
-    assert len(files(run)) == 2
-
-
-def test_a_step_that_fails_leaves_no_trace(run):
-    with (
-        pytest.raises(RuntimeError, match="boom"),
-        profiling(Profiling(enable_profiling=True, profile_freq=2), run, 0, device=CPU) as profiler,
-    ):
-        work(profiler, 1, 1)
-        raise RuntimeError("boom")
-    assert files(run) == []
-
-
-def test_the_profiler_idles_until_shortly_before_the_traced_step():
-    actions = [trace_action(step, 10) for step in range(1, 11)]
-    assert actions == [ProfilerAction.NONE] * 6 + [ProfilerAction.WARMUP] * 3 + [ProfilerAction.RECORD_AND_SAVE]
-
-
-def test_nothing_is_written_when_it_is_off(run):
-    with profiling(Profiling(profile_freq=1), run, 0, device=CPU) as profiler:
-        work(profiler, 1, 3)
-    assert not run.path.exists()
-
-
 def test_memory_snapshots_need_cuda(run):
     with (
         pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot = true: .*CUDA.*cpu"),
@@ -115,10 +86,7 @@ class _MemoryHistory:
 def test_memory_snapshots_come_each_profile_freq_steps_and_on_running_out(run, monkeypatch):
     history = _MemoryHistory(monkeypatch)
     config = Profiling(enable_memory_snapshot=True, profile_freq=2)
-    with (
-        pytest.raises(torch.OutOfMemoryError),
-        profiling(config, run, 0, device=torch.device("cuda")) as profiler,
-    ):
+    with pytest.raises(torch.OutOfMemoryError), profiling(config, run, 0, device=torch.device("cuda")) as profiler:
         work(profiler, 1, 4)
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert files(run) == [
@@ -130,30 +98,7 @@ def test_memory_snapshots_come_each_profile_freq_steps_and_on_running_out(run, m
     assert history.stacks == "python"
 
 
-def excluded_steps(run, config, device, last_step):
-    """Steps after which the profiler asked for its time to be excluded."""
-    steps = []
-
-    @contextmanager
-    def excluded():
-        steps.append(profiler.last_step)
-        yield
-
-    with profiling(config, run, 0, device=device, excluded=excluded) as profiler:
-        work(profiler, 1, last_step)
-    return steps
-
-
-def test_only_steps_that_start_stop_or_write_are_excluded(run, monkeypatch):
-    traces = Profiling(enable_profiling=True, profile_freq=10)
-    # After step 6 the tracer warms up, after 9 it records, after 10 it writes.
-    assert excluded_steps(run, traces, CPU, 13) == [6, 9, 10]
-    _MemoryHistory(monkeypatch)
-    snapshots = Profiling(enable_memory_snapshot=True, profile_freq=3)
-    assert excluded_steps(run, snapshots, torch.device("cuda"), 7) == [3, 6]
-
-
-def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, run_script):
+def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, train):
     write = profiling_module._write
 
     def write_slowly(path, save):
@@ -161,17 +106,8 @@ def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, run_script):
         write(path, save)
 
     monkeypatch.setattr(profiling_module, "_write", write_slowly)
-    flags = ["--model.flavor=debugmodel", "--dataset.dataset_name=digits", "--dataset.num_workers=0"]
-    flags += [
-        "--training.steps=7",
-        "--training.batch_size=4",
-        "--metrics.log_freq=1",
-        "--metrics.enable_sampling=false",
-    ]
-    flags += ["--profiling.enable_profiling", "--profiling.profile_freq=5", "--metrics.experiment_name=run"]
-    result = run_script("train.py", *flags)
-    assert result.code == 0, result.err
-    records = {record["step"]: record for record in read_metrics(tmp_path / "outputs" / "run")}
+    train("run", "--training.steps=7", "--profiling.enable_profiling", "--profiling.profile_freq=5")
+    records = {record["step"]: record for record in read_metrics(tmp_path / "run")}
     assert records[6]["profiling_s"] > 2
     assert records[6]["step_time_s"] < 1
     assert "profiling_s" not in records[4]

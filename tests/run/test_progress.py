@@ -40,11 +40,6 @@ def test_a_log_gets_whole_lines_on_stderr(capfd: pytest.CaptureFixture[str]) -> 
     assert err.startswith("drawing: 4/10 images, ") and "ETA 0:0" in err
 
 
-def test_work_of_unknown_length_shows_its_seconds(capfd: pytest.CaptureFixture[str]) -> None:
-    work(total=None)
-    assert capfd.readouterr().err.startswith("drawing: 0 s\n")
-
-
 def test_quick_work_and_other_ranks_are_silent(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,8 +69,3 @@ def test_a_console_takes_the_lines_itself(capfd: pytest.CaptureFixture[str]) -> 
     work(say=lines.append)
     assert lines and lines[0].startswith("drawing: 4/10 images")
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_failure_ends_the_report() -> None:
-    with pytest.raises(KeyError), report_progress("drawing"):
-        raise KeyError

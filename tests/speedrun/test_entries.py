@@ -49,11 +49,6 @@ def test_every_entry_is_a_training_that_the_protocol_allows(name: str, monkeypat
     assert {*entry.compare} <= {*entries.names()}
 
 
-def test_rungs_have_different_numbers() -> None:
-    rungs = [entry for entry in map(entries.load, entries.names()) if entry.rung is not None]
-    assert len({entry.rung for entry in rungs}) == len(rungs)
-
-
 def test_an_entry_inherits_what_it_does_not_change(tmp_path: Path) -> None:
     write(tmp_path, "base", BASE + "[ema]\nenable = false\n")
     write(tmp_path, "change", '[entry]\nbase = "base"\nema_width = 0.05\n[optimizer]\nlr = 3e-3\n')
@@ -115,24 +110,15 @@ def test_an_entry_may_bring_an_objective_in_one_file(tmp_path: Path) -> None:
             "[entry]\nimages = 650\n",
             "images = 650: must be a multiple of training.global_batch_size = 64, at most 96000",
         ),
-        ("[entry]\nimages = 128000\n", "images = 128000: must be a multiple"),
         ('[entry]\ncode = "none.py"\n', 'code = "none.py": must be a file in'),
         ("[optimizer]\nlearning_rate = 1e-3\n", "optimizer.learning_rate is not an option"),
         ("[sampling]\nguidance_scale = 2\n", "the protocol fixes sampling.guidance_scale"),
         ("[sampling]\nnum_steps = 33\n", "sampling.num_steps = 33: must be at most 32"),
         ('[sampling]\nsampler = "heun"\n', "sampling.num_steps = 32: must be at most 16"),
-        ("[training]\nglobal_batch_size = 0\n", "training.global_batch_size = 0: must be a positive integer"),
         ("[model]\npatch_size = 2\n", "the protocol fixes model.patch_size"),
         ('[entry]\nema_width = "wide"\n', 'ema_width = "wide": must be above 0 and below 0.2887'),
-        ('[entry]\nrung = "first"\n', 'rung = "first": must be a positive integer'),
-        ("[entry]\nema_width = 0.5\n", "ema_width = 0.5: must be above 0 and below 0.2887"),
         ("[entry]\nrung = 1\nimages = 1280\n", "images = 1280: must be 640, as its base base has"),
-        ("[dataset]\nnum_classes = 3\n", "the protocol fixes dataset.num_classes"),
-        ("[training]\nsteps = 3\n", "the protocol fixes training.steps"),
-        ('[model]\npath = "a"\n', "the protocol fixes model.path"),
-        ("[lora]\nrank = 4\n", "the protocol fixes lora.rank"),
         ('[entry.registry.METRICS]\neffnet = "a:b"\n', "[entry.registry.METRICS] cannot be extended; must be one of"),
-        ('[entry.registry.BLOCKS]\ndit = "a:b"\n', "[entry.registry.BLOCKS] dit exists; use another name"),
     ],
 )
 def test_an_entry_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, change: str, message: str) -> None:

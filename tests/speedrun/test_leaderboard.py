@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,29 +82,6 @@ def test_noise_distances_to_training_images_alone_and_copies_are_no_record() -> 
         assert "not valid" in row(page(confirmed(closest_percent=0.2), [BASELINE, winner]), "winner")
 
 
-@pytest.mark.parametrize("seeds", [1, 2, 4])
-def test_with_fewer_seeds_there_is_no_verdict(seeds: int) -> None:
-    found = {name: dict(list(made.items())[:seeds]) for name, made in confirmed().items()}
-    assert f"official_dit: {seeds} of 5 seeds |" in row(page(found, [BASELINE, WINNER]), "winner")
-
-
-def test_a_record_can_name_the_entries_to_be_compared_with() -> None:
-    found = {**confirmed(), "other": results(WINNER, {10 + i: 50.0 for i in range(5)})}
-    other = replace(WINNER, name="other", compare=("winner", "official_dit"))
-    text = row(page(found, [BASELINE, WINNER, other]), "other")
-    assert re.search(r"\| winner: \*\*better\*\*, 1.0% lower, .* or more; official_dit: \*\*better\*\*, 18", text)
-    assert row(page(found, [BASELINE, WINNER, replace(other, compare=())]), "other").endswith("|  |")
-
-
-def test_times_that_are_missing_noisy_or_of_another_baseline_are_not_shown() -> None:
-    chosen = [BASELINE, WINNER]
-    assert "| not measured |" in row(page(confirmed(), chosen), "winner")
-    times = {WINNER.recipe(): {"ratio": None, "baseline_recipe": BASELINE.recipe()}}
-    assert "| too noisy |" in row(page(confirmed(), chosen, times=times), "winner")
-    times = {WINNER.recipe(): {"ratio": 1.1, "baseline_recipe": "another"}}
-    assert "| not measured |" in row(page(confirmed(), chosen, times=times), "winner")
-
-
 def test_a_failed_rung_stays_in_the_table_and_one_with_missing_seeds_is_incomplete() -> None:
     found = {
         "official_dit": results(BASELINE, {0: 100.0, 1: 101.0, 2: 99.0}),
@@ -141,23 +117,6 @@ def test_a_result_of_another_definition_is_refused(tmp_path: Path) -> None:
     (folder / "seed-0.json").write_text(json.dumps({"seed": 0, "definition": {}}))
     with pytest.raises(ConfigError, match="was made with an older version of official_dit"):
         ladder.read_results(tmp_path, BASELINE)
-
-
-def test_a_damaged_trial_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "tuning").mkdir()
-    (tmp_path / "tuning" / "a.json").write_text("{")
-    command = [sys.executable, str(SCRIPT), "--results", str(tmp_path), "--out", str(tmp_path / "out")]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 2
-    assert (
-        finished.stderr == f"error: {tmp_path / 'tuning' / 'a.json'} is not JSON; delete it and run the entry again\n"
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    leaderboard.draw([BASELINE, WINNER], confirmed(), tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_the_page_of_the_repository_follows_from_its_results() -> None:

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 from run import Trial
 
-from torchditan.config.errors import ConfigError
 from torchditan.datasets.earth import Earth
 from torchditan.evaluation.drawing import plan_samples
 
@@ -75,20 +74,3 @@ def test_it_shows_the_first_samples_of_each_class_next_to_training_images(
     with Image.open(tmp_path / "out.png") as image:
         assert image.width > 2 * 3 * 64
         assert image.height > 7 * 64
-
-
-def test_what_cannot_be_shown_is_refused_in_one_line(draw: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.py muon_batch_16 --seeds 10 makes it$"):
-        draw("muon_batch_16")
-    score(tmp_path, "muon_batch_16")
-    (samples,) = tmp_path.rglob("samples.npz")
-    samples.rename(tmp_path / "kept")
-    with pytest.raises(
-        ConfigError, match=r"run\.py muon_batch_16 --seeds 10 --check makes it in outputs/speedrun/check"
-    ):
-        draw("muon_batch_16")
-    (tmp_path / "kept").rename(samples)
-    with pytest.raises(ConfigError, match=r"--columns = 999: must be at most \d+, the samples of the rarest class"):
-        draw("muon_batch_16", "--columns", "999")
-    with pytest.raises(ConfigError, match="d is not expected; a picture has at most 3 entries"):
-        draw("a", "b", "c", "d")

@@ -43,9 +43,7 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(name: str, tmp_path: P
     assert run.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "generate", "evaluate", "report", "ablate", "train quickstart --job.dump_folder"]
-)
+@pytest.mark.parametrize("command", ["train", "generate", "train quickstart --job.dump_folder"])
 def test_a_name_too_long_for_the_file_system_is_one_line(command: str, run_script: RunScript) -> None:
     code, _, errors = run_script("torchditan", *command.split(), "a" * 300)
     assert code == 2
@@ -53,7 +51,7 @@ def test_a_name_too_long_for_the_file_system_is_one_line(command: str, run_scrip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
-@pytest.mark.parametrize(("steps", "exit_code"), [(1, 0), (10_000, 75), (1, 1)])
+@pytest.mark.parametrize(("steps", "exit_code"), [(10_000, 75), (1, 1)])
 def test_no_thread_of_a_process_group_outlives_a_run(steps: int, exit_code: int, tmp_path: Path) -> None:
     """One that asks for the GIL while the interpreter shuts down would abort the process after the run."""
     code = (

@@ -35,18 +35,11 @@ def message_of_toml(folder: Path, text: str) -> str:
     ("flag", "about", "mentions"),
     [
         ("--training.lr=1", "training.lr", ["optimizer.lr?"]),
-        ("--trainning.steps=1", "trainning.steps", ["training.steps?"]),
-        ("--training.step=1", "training.step", ["training.steps?"]),
         ("--training.batch-size=1", "training.batch-size", ["training.batch_size?"]),
         ("--steps=1", "steps", ["training.steps?"]),
         ("--TRAINING.STEPS=1", "TRAINING.STEPS", ["training.steps?"]),
-        ("--compile", "compile", ["training.compile?"]),
         ("--ema.zzz=1", "ema.zzz", ["enable, decay, warmup"]),
-        (
-            "quickstart.toml",
-            "quickstart.toml",
-            ["--section.key value", "--job.config_file quickstart.toml?"],
-        ),
+        ("quickstart.toml", "quickstart.toml", ["--section.key value", "--job.config_file quickstart.toml?"]),
     ],
 )
 def test_unknown_flag_names_the_nearest_option(flag: str, about: str, mentions: list[str]) -> None:
@@ -61,10 +54,8 @@ def test_flag_of_no_section_lists_the_sections() -> None:
     ("flag", "about", "mentions"),
     [
         ("--training.steps=abc", 'training.steps = "abc"', ["integer"]),
-        ("--training.steps=1.5", 'training.steps = "1.5"', ["integer"]),
         ("--optimizer.lr=fast", 'optimizer.lr = "fast"', ["number"]),
         ("--optimizer.lr=nan", "optimizer.lr = NaN", ["number", "finite"]),
-        ("--optimizer.lr=inf", "optimizer.lr = Infinity", ["number", "finite"]),
         ("--training.compile=yes", 'training.compile = "yes"', ["true", "false"]),
         ("--training.steps=none", 'training.steps = "none"', ["integer"]),
         ("--training.steps=", 'training.steps = ""', ["integer"]),
@@ -74,11 +65,6 @@ def test_flag_of_no_section_lists_the_sections() -> None:
             "--lr_scheduler.schedule=cosin",
             'lr_scheduler.schedule = "cosin"',
             ["constant, cosine, linear, wsd", "cosine?"],
-        ),
-        (
-            "--checkpoint.async_mode=thread",
-            'checkpoint.async_mode = "thread"',
-            ["disabled, async, async_with_pinned_mem"],
         ),
     ],
 )
@@ -90,24 +76,14 @@ def test_wrong_type_or_choice_on_the_command_line(flag: str, about: str, mention
     ("text", "about", "mentions"),
     [
         ("[training]\nsteps = 'abc'", 'training.steps = "abc"', ["integer"]),
-        ("[training]\nsteps = '100'", 'training.steps = "100"', ["integer"]),
-        ("[training]\nsteps = 1.5", "training.steps = 1.5", ["integer"]),
         ("[training]\nsteps = true", "training.steps = true", ["integer"]),
         ("[training]\nsteps = {a = 1}", 'training.steps = {"a": 1}', ["integer"]),
         ("[training]\ncompile = 1", "training.compile = 1", ["true", "false"]),
         ("[optimizer]\nlr = '1e-4'", 'optimizer.lr = "1e-4"', ["number"]),
-        ("[optimizer]\nlr = true", "optimizer.lr = true", ["number"]),
         ("[optimizer]\nlr = nan", "optimizer.lr = NaN", ["number", "finite"]),
         ("[metrics]\nexperiment_name = 3", "metrics.experiment_name = 3", ["text"]),
-        ("[dataset]\nimage_size = '32'", 'dataset.image_size = "32"', ["[32, 48]"]),
         ("[dataset]\nimage_size = [32.0]", "dataset.image_size = [32.0]", ["[32, 48]"]),
-        (
-            "[model]\nnorm_type = 3",
-            "model.norm_type = 3",
-            ["rmsnorm, layernorm, np_layernorm, fused_rmsnorm"],
-        ),
-        ("[training]\nlr = 1", "training.lr", ["optimizer.lr?"]),
-        ("[trainning]\nsteps = 1", "trainning.steps", ["training.steps?"]),
+        ("[model]\nnorm_type = 3", "model.norm_type = 3", ["rmsnorm, layernorm, np_layernorm, fused_rmsnorm"]),
         ("[trainning]", "[trainning]", ["training?"]),
         ("[[training]]\nsteps = 1", "training", ["[training]"]),
         ("steps = 1", "steps = 1", ["steps under [training]?"]),
@@ -119,12 +95,7 @@ def test_wrong_key_or_type_in_toml(tmp_path: Path, text: str, about: str, mentio
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [
-        ("[training]\nsteps = = 5\n", "line 2, column 9: "),
-        ("[training]\nsteps 5\n", "line 2, column 7: "),
-        ("[training\nsteps = 5\n", "line 1, column 10: "),
-        ("[training]\nsteps = [1,", "line 2, column 12: "),
-    ],
+    [("[training]\nsteps = = 5\n", "line 2, column 9: "), ("[training\nsteps = 5\n", "line 1, column 10: ")],
 )
 def test_toml_that_does_not_parse_names_file_line_and_column(tmp_path: Path, text: str, place: str) -> None:
     assert message_of_toml(tmp_path, text).startswith(f"{tmp_path / 'job.toml'}, {place}")
@@ -147,93 +118,31 @@ def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
     ("flags", "about", "mentions"),
     [
         ("--training.steps=0", "training.steps = 0", ["1"]),
-        ("--training.batch_size=-2", "training.batch_size = -2", ["1"]),
-        ("--training.global_batch_size=0", "training.global_batch_size = 0", ["1"]),
         (
             "--training.global_batch_size=100 --training.batch_size=16",
             "training.global_batch_size = 100",
             ["training.batch_size = 16", "number"],
         ),
         ("--training.seed=-1", "training.seed = -1", ["0", "2^63"]),
-        (
-            "--training.data_parallel_shard_degree=0",
-            "training.data_parallel_shard_degree = 0",
-            ["-1", "all"],
-        ),
-        (
-            "--training.data_parallel_replicate_degree=0",
-            "training.data_parallel_replicate_degree = 0",
-            ["1"],
-        ),
+        ("--training.data_parallel_shard_degree=0", "training.data_parallel_shard_degree = 0", ["-1", "all"]),
         ("--training.max_norm=-1", "training.max_norm = -1.0", ["0"]),
-        ("--metrics.log_freq=0", "metrics.log_freq = 0", ["1"]),
-        ("--model.patch_size=0", "model.patch_size = 0", ["1"]),
         ("--model.rope_theta=0", "model.rope_theta = 0.0", ["0"]),
         ("--diffusion.label_dropout=1.5", "diffusion.label_dropout = 1.5", ["0", "1"]),
         ("--optimizer.beta2=1", "optimizer.beta2 = 1.0", ["0", "1"]),
-        ("--optimizer.lr=-1", "optimizer.lr = -1.0", ["0"]),
-        ("--ema.decay=1", "ema.decay = 1.0", ["0", "1"]),
-        (
-            "--sampling.guidance_interval=0.8,0.2",
-            "sampling.guidance_interval = [0.8, 0.2]",
-            ["0", "1"],
-        ),
-        (
-            "--sampling.guidance_interval=0.8",
-            "sampling.guidance_interval = [0.8]",
-            ["0", "1"],
-        ),
-        (
-            "--dataset.image_size=1,2,3",
-            "dataset.image_size = [1, 2, 3]",
-            ["[32, 48]"],
-        ),
-        (
-            "--dataset.image_size=[]",
-            "dataset.image_size = []",
-            ["[32, 48]"],
-        ),
-        (
-            "--dataset.image_size=30 --model.patch_size=4",
-            "dataset.image_size = [30, 30]",
-            ["model.patch_size = 4"],
-        ),
+        ("--sampling.guidance_interval=0.8,0.2", "sampling.guidance_interval = [0.8, 0.2]", ["0", "1"]),
+        ("--dataset.image_size=1,2,3", "dataset.image_size = [1, 2, 3]", ["[32, 48]"]),
+        ("--dataset.image_size=30 --model.patch_size=4", "dataset.image_size = [30, 30]", ["model.patch_size = 4"]),
         ("--model.flavor=DiT-XXL", 'model.flavor = "DiT-XXL"', [FLAVORS, "DiT-XL?"]),
         ("--model.flavor=DiT-S/2 --model.patch_size=4", 'model.flavor = "DiT-S/2"', ["model.patch_size", "4"]),
-        ("--model.flavor=dit-l", 'model.flavor = "dit-l"', [FLAVORS, "DiT-L?"]),
-        (
-            "--model.learn_sigma",
-            "model.learn_sigma = true",
-            ["--model.learn_sigma=false"],
-        ),
-        (
-            "--model.preset=official",
-            'model.preset = "official"',
-            ["--model.learn_sigma=false"],
-        ),
-        (
-            "--activation_checkpoint.selective_ac_option=0",
-            'activation_checkpoint.selective_ac_option = "0"',
-            ["1", "op"],
-        ),
+        ("--model.learn_sigma", "model.learn_sigma = true", ["--model.learn_sigma=false"]),
+        ("--model.preset=official", 'model.preset = "official"', ["--model.learn_sigma=false"]),
         (
             "--activation_checkpoint.selective_ac_option=ops",
             'activation_checkpoint.selective_ac_option = "ops"',
             ["1", "op"],
         ),
         ("--checkpoint.folder=../elsewhere", 'checkpoint.folder = "../elsewhere"', ["`..`"]),
-        ("--metrics.save_tb_folder=/elsewhere", 'metrics.save_tb_folder = "/elsewhere"', ["`..`"]),
-        ("--profiling.save_traces_folder=", 'profiling.save_traces_folder = ""', ["`..`"]),
-        (
-            "--metrics.experiment_name=a/b",
-            'metrics.experiment_name = "a/b"',
-            ["200"],
-        ),
-        (
-            "--metrics.experiment_name=..",
-            'metrics.experiment_name = ".."',
-            ["200"],
-        ),
+        ("--metrics.experiment_name=a/b", 'metrics.experiment_name = "a/b"', ["200"]),
     ],
 )
 def test_value_out_of_range_or_at_odds_with_another(flags: str, about: str, mentions: list[str]) -> None:
@@ -250,22 +159,15 @@ FLUX = "--model.name=flux --model.flavor=debugmodel"
     [
         (SDXL, "--sampling.sampler=heun", ["ddpm"]),
         (SDXL, "--diffusion.timestep_shift=3", ["ddpm"]),
-        (SDXL, "--diffusion.timestep_sampling=uniform", ["ddpm"]),
-        (SDXL, "--diffusion.logit_normal_mean=-0.5", ["ddpm"]),
-        (SDXL, "--diffusion.logit_normal_std=2", ["ddpm"]),
         (SDXL, "--sampling.embedded_guidance=2", ["sdxl"]),
         (SD3, "--diffusion.embedded_guidance=2", ["sd3"]),
         ("", "--diffusion.embedded_guidance=2", ["dit"]),
         (SD3, "--model.preset=official", ["sd3"]),
-        (SD3, "--model.rope_theta=500", ["sd3"]),
         (SD3, "--model.patch_size=4", ["sd3"]),
-        (SD3, "--model.qk_norm=true", ["sd3"]),
         (FLUX, "--lora.alpha=4", ["lora.rank 0"]),
         ("", "--lora.alpha=4", ["published"]),
         ("", "--lora.rank=4", ["published"]),
-        ("", "--lora.target_modules=to_q", ["published"]),
         ("", "--sampling.prompts=cat", ["model.text"]),
-        ("", "--model.text_width=8", ["model.text"]),
     ],
 )
 def test_an_option_without_effect_is_refused(job: str, flag: str, mentions: list[str]) -> None:
@@ -287,49 +189,15 @@ def test_an_option_with_effect_is_accepted(flags: str) -> None:
     load_config(flags.split())
 
 
-def test_official_preset_without_learned_sigma_is_accepted() -> None:
-    assert load_config(["--model.preset=official", "--model.learn_sigma=false"]).model.preset == "official"
-
-
 @pytest.mark.parametrize(
     ("flag", "about", "mentions"),
     [
-        (
-            "--training.tensor_parallel_degree=2",
-            "training.tensor_parallel_degree = 2",
-            ["tensor"],
-        ),
-        (
-            "--experimental.context_parallel_degree=2",
-            "experimental.context_parallel_degree = 2",
-            ["context"],
-        ),
-        (
-            "--experimental.pipeline_parallel_degree=true",
-            "experimental.pipeline_parallel_degree = true",
-            ["pipeline"],
-        ),
-        (
-            "--checkpoint.interval_type=minutes",
-            'checkpoint.interval_type = "minutes"',
-            ["checkpoint.interval"],
-        ),
-        (
-            "--checkpoint.model_weights_only",
-            "checkpoint.model_weights_only = true",
-            [],
-        ),
-        (
-            "--experimental.zzz=1",
-            "experimental.zzz",
-            [SECTIONS],
-        ),
+        ("--training.tensor_parallel_degree=2", "training.tensor_parallel_degree = 2", ["tensor"]),
+        ("--experimental.pipeline_parallel_degree=true", "experimental.pipeline_parallel_degree = true", ["pipeline"]),
+        ("--checkpoint.interval_type=minutes", 'checkpoint.interval_type = "minutes"', ["checkpoint.interval"]),
+        ("--checkpoint.model_weights_only", "checkpoint.model_weights_only = true", []),
+        ("--experimental.zzz=1", "experimental.zzz", [SECTIONS]),
     ],
 )
 def test_course_project_key_that_asks_for_what_is_not_supported(flag: str, about: str, mentions: list[str]) -> None:
     assert_refused(message_of([flag]), about, mentions)
-
-
-def test_warmup_given_under_both_names_is_refused(tmp_path: Path) -> None:
-    text = "[training]\nwarmup_steps = 5\n[lr_scheduler]\nwarmup_steps = 6\n"
-    assert_refused(message_of_toml(tmp_path, text), "training.warmup_steps", ["lr_scheduler.warmup_steps"])

@@ -8,7 +8,6 @@ of `python train.py`; a few run in separate processes, some under torchrun.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import pytest
 from PIL import Image
 from refusals import assert_refused
 
-from torchditan.config.options import FLAVOR_NAMES, Dataset
+from torchditan.config.options import Dataset
 from torchditan.data_stream.order import OrderedDataset
 from torchditan.datasets import build_dataset
 from torchditan.run.directory import UNREADABLE_FILE
@@ -90,51 +89,21 @@ def assert_names_image(line: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "about", "mentions"),
     [
-        (
-            "--dataset.dataset_name=digit",
-            'dataset.dataset_name = "digit"',
-            [DATASETS, "digits?"],
-        ),
+        ("--dataset.dataset_name=digit", 'dataset.dataset_name = "digit"', [DATASETS, "digits?"]),
         (
             "--dataset.dataset_name=latents",
             "dataset.root_dir = none",
-            [
-                "torchditan encode",
-                "imagenet_ci8x8.safetensors",
-                "fal/cosmos-imagenet",
-                "--dataset.dataset_name",
-            ],
+            ["torchditan encode", "imagenet_ci8x8.safetensors", "fal/cosmos-imagenet", "--dataset.dataset_name"],
         ),
-        (
-            "--dataset.dataset_name=folder",
-            "dataset.root_dir = none",
-            ["images"],
-        ),
-        (
-            "--dataset.dataset_name=folder --dataset.root_dir=gone",
-            'dataset.root_dir = "gone"',
-            ["images"],
-        ),
-        (
-            "--dataset.dataset_name=folder --dataset.root_dir=file",
-            'dataset.root_dir = "file"',
-            ["images"],
-        ),
+        ("--dataset.dataset_name=folder", "dataset.root_dir = none", ["images"]),
+        ("--dataset.dataset_name=folder --dataset.root_dir=gone", 'dataset.root_dir = "gone"', ["images"]),
+        ("--dataset.dataset_name=folder --dataset.root_dir=file", 'dataset.root_dir = "file"', ["images"]),
         (
             "--dataset.dataset_name=cifar10 --dataset.root_dir=gone.parquet",
             'dataset.root_dir = "gone.parquet"',
             ["data_batch_*.bin", "dataset.hub_name", "uoft-cs/cifar10"],
         ),
-        (
-            "--dataset.dataset_name=folder --dataset.root_dir=empty",
-            'dataset.root_dir = "empty"',
-            ["train"],
-        ),
-        (
-            "--dataset.dataset_name=imagenet --dataset.root_dir=empty",
-            'dataset.root_dir = "empty"',
-            ["train"],
-        ),
+        ("--dataset.dataset_name=imagenet --dataset.root_dir=empty", 'dataset.root_dir = "empty"', ["train"]),
         (
             "--dataset.dataset_name=folder --dataset.root_dir=one --validation.freq=1",
             'dataset.root_dir = "one"',
@@ -148,51 +117,18 @@ def assert_names_image(line: str, name: str) -> None:
             "model.input_channels = 4",
             ["3", "1"],
         ),
-        (
-            "--dataset.num_classes=5",
-            "dataset.num_classes = 5",
-            ["10"],
-        ),
-        (
-            "--dataset.dataset_name=folder --dataset.root_dir=one --dataset.num_classes=5",
-            "dataset.num_classes = 5",
-            ["0"],
-        ),
-        (
-            "--dataset.dataset_name=cifar10 --dataset.root_dir=cifar",
-            "dataset.num_classes = none",
-            ["10", "9"],
-        ),
+        ("--dataset.num_classes=5", "dataset.num_classes = 5", ["10"]),
+        ("--dataset.dataset_name=cifar10 --dataset.root_dir=cifar", "dataset.num_classes = none", ["10", "9"]),
         (
             "--model.preset=official --model.learn_sigma=false --model.rope_theta=100",
             "model.rope_theta = 100.0",
             ["--model.position rope"],
         ),
-        (
-            "--float8.enable_float8_linear",
-            "float8.enable_float8_linear = true",
-            ["8.9", "4090", "--float8.emulate"],
-        ),
-        (
-            "--profiling.enable_memory_snapshot",
-            "profiling.enable_memory_snapshot = true",
-            ["CUDA", "cpu"],
-        ),
-        (
-            "--job.dump_folder=file",
-            'job.dump_folder = "file"',
-            ["file/digits-debugmodel"],
-        ),
+        ("--float8.enable_float8_linear", "float8.enable_float8_linear = true", ["8.9", "4090", "--float8.emulate"]),
         (
             "--dataset.streaming --dataset.dataset_name=cifar10 --validation.freq=5",
             "validation.freq = 5",
             ["dataset.streaming", "0"],
-        ),
-        ("--job.config_file=torn.toml", "{tmp_path}/torn.toml", ["line 2", "column 9"]),
-        (
-            "--model.flavor=DiT-XXL",
-            'model.flavor = "DiT-XXL"',
-            [", ".join(FLAVOR_NAMES), "DiT-XL?"],
         ),
     ],
 )
@@ -205,29 +141,18 @@ def test_a_job_that_cannot_be_is_refused_in_one_line(
     Image.new("RGB", (300, 300)).save(tmp_path / "one" / "1.png")
     (tmp_path / "cifar").mkdir()
     (tmp_path / "cifar" / "data_batch_1.bin").write_bytes(bytes(3073) + bytes([10]) + bytes(3072))
-    (tmp_path / "torn.toml").write_text("[training]\nsteps = = 5\n")
     before = contents(tmp_path)
     code, (line,) = run_here(*flags.split())
     assert code == 2 and line.startswith("error: ")
-    assert_refused(line, about.replace("{tmp_path}", str(tmp_path)), mentions)
+    assert_refused(line, about, mentions)
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     ("world_size", "flags", "about", "mentions"),
     [
-        (
-            1,
-            "--training.data_parallel_replicate_degree=2",
-            "training.data_parallel_replicate_degree = 2",
-            ["1"],
-        ),
-        (
-            8,
-            "--training.data_parallel_replicate_degree=3",
-            "training.data_parallel_replicate_degree = 3",
-            ["8"],
-        ),
+        (1, "--training.data_parallel_replicate_degree=2", "training.data_parallel_replicate_degree = 2", ["1"]),
+        (8, "--training.data_parallel_replicate_degree=3", "training.data_parallel_replicate_degree = 3", ["8"]),
         (
             8,
             "--training.data_parallel_replicate_degree=2 --training.data_parallel_shard_degree=2",
@@ -274,15 +199,12 @@ def test_a_folder_of_another_run_is_refused_and_left_as_it_was(tmp_path: Path, r
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_corrupt_image_in_the_first_batch_is_named_and_nothing_is_left(
-    num_workers: int, tmp_path: Path, run_here: RunHere
-) -> None:
+def test_a_corrupt_image_in_the_first_batch_is_named_and_nothing_is_left(tmp_path: Path, run_here: RunHere) -> None:
     write_images(tmp_path / "images")
     images = tmp_path / "images"
     name = corrupt(images, 1, inside=True)
     before = contents(tmp_path)
-    code, (line,) = run_here(*FOLDER, f"--dataset.num_workers={num_workers}")
+    code, (line,) = run_here(*FOLDER)
     assert code == 2
     assert_names_image(line, name)
     assert contents(tmp_path) == before
@@ -323,7 +245,7 @@ def test_a_corrupt_image_found_while_training_is_named_in_the_status(tmp_path: P
     write_images(tmp_path / "images")
     images = tmp_path / "images"
     name = corrupt(images, 5, inside=True)
-    code, (line,) = run_here(*FOLDER)
+    code, (line,) = run_here(*FOLDER, "--dataset.num_workers=2")  # which add nothing to the line
     assert code == 2
     assert_names_image(line, name)
     run = tmp_path / "outputs" / "folder-debugmodel"
@@ -350,17 +272,6 @@ def test_corrupt_images_are_skipped_and_counted_where_the_config_says_so(tmp_pat
     assert out.count(drawn) == 1 and out.count(found) == 1
     (listed,) = (tmp_path / "outputs" / "folder-debugmodel" / UNREADABLE_FILE).read_text().splitlines()
     assert listed.startswith(f"{drawn} (")
-
-
-def test_held_out_images_that_turn_out_to_be_damaged_are_named_too(tmp_path: Path, run_script: RunScript) -> None:
-    for split in ("train", "val"):
-        write_images(tmp_path / "images" / split, 2)
-    path = tmp_path / "images" / "val" / "a" / "0.png"
-    data = path.read_bytes()
-    path.write_bytes(data[:12] + bytes(len(data) - 24) + data[-12:])
-    flags = ["--validation.freq=1", "--training.steps=3", "--dataset.corrupt_images=skip"]
-    code, out, _ = run_script("train.py", *SMALL, *FOLDER, *flags)
-    assert (code, out.count("images/val/a/0.png")) == (0, 1)
 
 
 def test_held_out_images_are_skipped_too(tmp_path: Path, run_here: RunHere) -> None:
@@ -393,14 +304,6 @@ def test_python_train_py_exits_with_2_and_prints_one_line(tmp_path: Path) -> Non
     assert result.stderr.startswith("error: ") and result.stderr.endswith("\n")
     assert_refused(result.stderr, 'dataset.root_dir = "gone"', ["images"])
     assert contents(tmp_path) == {}
-
-
-def test_loader_workers_add_nothing_to_the_line(tmp_path: Path, run_distributed: RunDistributed) -> None:
-    write_images(tmp_path / "images")
-    name = corrupt(tmp_path / "images", 5)
-    result = run_distributed([TRAIN, *SMALL, *FOLDER, "--dataset.num_workers=2"], None, cwd=tmp_path)
-    assert result.returncode == 2
-    assert_names_image(result.stderr, name)
 
 
 def test_every_rank_finds_the_mistake_and_rank_0_says_it_once(tmp_path: Path, run_distributed: RunDistributed) -> None:
@@ -443,31 +346,3 @@ def test_a_mistake_that_one_rank_finds_while_training_is_its_to_report(
     assert_names_image(line, name)
     assert line in result.stderr.splitlines()
     assert [text for text in result.stderr.splitlines() if text.startswith("RuntimeError")] == []
-
-
-STOPPED = "stopped by SIGINT after step {step}; without checkpoint.enable_checkpoint nothing was saved\n"
-
-
-def test_ctrl_c_is_interrupted_and_resumable(tmp_path: Path) -> None:
-    command = [sys.executable, str(TRAIN), *SMALL, "--training.steps=100000", "--dataset.num_workers=1"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the loader's workers too
-    try:
-        _, errors = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, errors) == (
-        75,
-        STOPPED.format(step=read_status(tmp_path / "outputs" / "digits-debugmodel")["step"]),
-    )
-    status = read_status(tmp_path / "outputs" / "digits-debugmodel")
-    assert status is not None
-    assert status["state"] == "interrupted"
-    assert status["step"] >= 1
