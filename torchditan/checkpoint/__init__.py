@@ -2,5 +2,5 @@
 """Checkpoints: contents (run_state.py), writing (manager.py), loading (loading.py), files on disk (files.py),
 and weights for a model outside training (trained_weights.py).
 
-May import: config, distributed, models, optim, registry, run, supervision.
+May import: config, models, optim, registry, run, supervision.
 """

@@ -2,5 +2,5 @@
 """Weights outside checkpoints: export, import, and opening a trained run (trained_model.py).
 
 May import: autoencoders, checkpoint, config, datasets, diffusion, distributed, evaluation, finetune, job, latents,
-models, optim, registry, run.
+models, registry, run.
 """
