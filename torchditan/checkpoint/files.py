@@ -221,7 +221,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{MANIFEST} is not a manifest")
     if step != step_of(checkpoint):
         raise DamagedCheckpointError(f"{MANIFEST} belongs to step {step}")
-    return manifest  # type: ignore[no-any-return]
+    return manifest
 
 
 def _are_sizes(files: Any) -> bool:
@@ -281,7 +281,8 @@ class CheckpointReader(dcp.FileSystemReader):
             name = getattr(place, "relative_path", None)
             if not _is_plain_name(name) or name not in files or getattr(place, "transform_descriptors", None):
                 raise DamagedCheckpointError(f"{INDEX} names {name!r}, which is not a file of the checkpoint")
-            offset, length = (getattr(place, key, None) for key in ("offset", "length"))
+            offset: Any = getattr(place, "offset", None)
+            length: Any = getattr(place, "length", None)
             is_place = isinstance(offset, int) and isinstance(length, int)
             if not (is_place and 0 <= offset <= offset + length <= files[name]):
                 raise DamagedCheckpointError(f"{INDEX} has no place in {name} for one of its tensors")
