@@ -93,10 +93,11 @@ def share_model(
     assert stored.config is not None
     run = run_of_weights(stored.path, stored.config)
     content = read_config(run) if run is not None else {"config": stored.config}
-    public = replace(stored, config=shared_config(stored.config))
-    own, kept = flatten(from_dict(stored.config)), flatten(from_dict(shared_config(stored.config)))
-    left_out = [name for name in SHARED if own[name] != kept[name]]
-    notes = [f"not in {CONFIG_FILE}: {', '.join(left_out)}"] if left_out else []
+    config = shared_config(stored.config)
+    public = replace(stored, config=config)
+    own, kept = flatten(from_dict(stored.config)), flatten(from_dict(config))
+    dropped = [name for name in SHARED if own[name] != kept[name]]
+    notes = [f"not in {CONFIG_FILE}: {', '.join(dropped)}"] if dropped else []
     with new_folder(folder, replace=overwrite) as new:
         write_stored(new / WEIGHTS_FILE, public, read, dtype=dtype)
         files = {WEIGHTS_FILE: _entry(new / WEIGHTS_FILE)}
