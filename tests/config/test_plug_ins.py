@@ -16,7 +16,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, LRScheduler, Model, Training
 from torchditan.diffusion.objectives import Objective
-from torchditan.diffusion.samplers import Euler, Sampler
+from torchditan.diffusion.samplers import Euler
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.optim.meters import Meter
 from torchditan.optim.schedules import Schedule
@@ -125,10 +125,6 @@ def test_a_stored_configuration_imports_no_file_of_the_current_folder(
     assert not (tmp_path / "executed").exists() and "evil_lab" not in sys.modules
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the user's doing
     assert from_dict(stored) is not None
-
-
-class NoFlow(Sampler):
-    """Lacks the method of its objective."""
 
 
 class NoFactor(Schedule):

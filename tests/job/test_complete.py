@@ -99,12 +99,13 @@ def test_a_run_that_is_continued_completes_the_configuration_too(tmp_path: Path)
 
 
 @pytest.mark.parametrize("flags", [[], ENCODED])
-def test_print_config_prints_the_completed_configuration(
+def test_print_config_prints_the_completed_configuration_and_writes_nothing(
     tmp_path: Path, run_script: RunScript, flags: list[str]
 ) -> None:
     small = ["--model.flavor=debugmodel", f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run", *flags]
     result = run_script("train.py", *small, "--job.print_config")
     assert result.code == 0, result.err
+    assert list(tmp_path.iterdir()) == []
     printed = tmp_path / "printed.toml"
     printed.write_text(result.out, encoding="utf-8")
     job, _ = prepared(tmp_path, *small)

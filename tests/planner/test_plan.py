@@ -50,8 +50,6 @@ TINY = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.inpu
 TINY += ["--dataset.num_classes=10", "--model.flavor=debugmodel", "--training.batch_size=4"]
 FULL = "--activation_checkpoint.mode=full"
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
-EVERY_SECOND = "--activation_checkpoint.mode=selective"
-OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
 HEAD = f"--diffusion.ingredients={ALIGNED}"
 ADALN_SINGLE, IN_CONTEXT = "--model.conditioning=adaln_single", "--model.conditioning=in_context"

@@ -291,11 +291,6 @@ def test_the_default_job_runs_without_any_option(tmp_path: Path, run_here: RunHe
     assert read_status(tmp_path / "outputs" / "digits-dit-s")["state"] == "completed"
 
 
-def test_a_job_that_only_prints_its_configuration_writes_nothing(tmp_path: Path, run_here: RunHere) -> None:
-    assert run_here("--job.print_config") == (0, [])
-    assert contents(tmp_path) == {}
-
-
 def test_python_train_py_exits_with_2_and_prints_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(TRAIN), "--dataset.dataset_name=folder", "--dataset.root_dir=gone"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
