@@ -461,9 +461,7 @@ def test_a_preview_measures_images_and_latents_and_writes_nothing(
     assert shown["autoencoder.scale"] == pytest.approx(list(index.scale), rel=4e-3)
 
 
-@pytest.mark.parametrize("command", ["encode", "train"])
-def test_unreadable_images_follow_one_policy(run_script: RunScript, tmp_path: Path, command: str) -> None:
-    """By default all are named before any work; with `skip` they are left out and named."""
+def test_unreadable_images_are_all_named_before_any_work_or_skipped(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "photos" / "train").mkdir(parents=True)
     (tmp_path / "photos" / "val").mkdir()
     for number in range(4):
@@ -473,28 +471,18 @@ def test_unreadable_images_follow_one_policy(run_script: RunScript, tmp_path: Pa
     for name in names:
         (tmp_path / "photos" / "train" / name).write_bytes(b"no image")
     flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8"]
-    flags += {
-        "encode": ["--autoencoder.name=haar", "--dataset.num_workers=0"],
-        "train": [
-            "--model.flavor=debugmodel",
-            "--training.batch_size=2",
-            "--training.steps=1",
-            "--dataset.num_workers=0",
-        ],
-    }[command]
-    first = [] if command == "train" else ["out"]
+    flags += ["--autoencoder.name=haar", "--dataset.num_workers=0"]
     shown = ["photos/train/1.png (unknown format)", r"photos/train/2\xe4.png (unknown format)"]
-    code, _, errors = run_script("torchditan", command, *first, *flags)
+    code, _, errors = run_script(*SCRIPT, "out", *flags)
     assert code == 2
     assert_refused(errors, "2 files cannot be read", [*shown, "--dataset.corrupt_images"])
     assert not list(tmp_path.rglob("shard-*"))
-    code, output, errors = run_script("torchditan", command, *first, *flags, "--dataset.corrupt_images=skip")
+    code, output, errors = run_script(*SCRIPT, "out", *flags, "--dataset.corrupt_images=skip")
     assert code == 0
     assert all(name in output + errors for name in shown)
-    if command == "encode":
-        index = json.loads((tmp_path / "out/train/index.json").read_bytes())
-        assert [entry["reason"] for entry in index["shards"][0]["skipped"]] == shown
-        assert (index["num_images"], index["num_skipped"]) == (3, 2)
+    index = json.loads((tmp_path / "out/train/index.json").read_bytes())
+    assert [entry["reason"] for entry in index["shards"][0]["skipped"]] == shown
+    assert (index["num_images"], index["num_skipped"]) == (3, 2)
 
 
 @pytest.mark.parametrize("command", ["encode", "pack"])
