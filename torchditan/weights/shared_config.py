@@ -10,6 +10,7 @@ Notable:
 from __future__ import annotations
 
 import functools
+import pkgutil
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,6 @@ from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config.loader import TRAIN_CONFIGS, from_dict, options, to_dict
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
 from torchditan.config.trajectory import TRAJECTORY_KEYS
-from torchditan.datasets import DATASETS
 from torchditan.registry import AUTOENCODERS, FAMILIES, Registries, Registry, registered
 from torchditan.run.hub import is_name
 
@@ -28,7 +28,10 @@ SHARED = (
     *("training.steps", "autoencoder.path", "text_encoder.name", "text_encoder.path", "text_encoder.dtype"),
     *(option for option in flatten(Config()) if option.startswith("sampling.")),
 )
-_REGISTRIES = {"autoencoder.name": AUTOENCODERS, "dataset.dataset_name": DATASETS}
+_REGISTRIES = {
+    "autoencoder.name": AUTOENCODERS,
+    "dataset.dataset_name": pkgutil.resolve_name("torchditan.datasets:DATASETS"),  # a part that only commands import
+}
 """Choices that options.py does not declare, besides the catalogue of autoencoders."""
 _PART = re.compile(r"([\w.-]+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)( \w+=(true|false|none|[\d.,e+-]+))*", re.ASCII)
 """A choice or `module:name`, with options that are numbers or switches."""
