@@ -3,8 +3,8 @@
 
 Importing this package imports no other module, so that `torchditan --help` is fast.
 
-May import: ablation, autoencoders, checkpoint, config, data_stream, datasets, diffusion, distributed, evaluation,
-finetune, job, latents, registry, report, run, supervision, trainer, weights.
+May import: autoencoders, config, data_stream, datasets, distributed, evaluation, finetune, job, latents, registry,
+report, run, supervision, trainer, weights.
 """
 
 from __future__ import annotations

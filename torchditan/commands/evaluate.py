@@ -57,9 +57,10 @@ from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
 from torchditan.weights.shared import is_shared
 
 if TYPE_CHECKING:
+    from torchditan.data_stream.datasets import ImageDataset
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.evaluator import Evaluator, RealImages
-    from torchditan.evaluation.metric import Pictures, ToPixels
+    from torchditan.evaluation.metric import Pictures, Source, ToPixels
     from torchditan.evaluation.sample_parts import SampleParts
     from torchditan.weights.trained_model import TrainedModel
 
@@ -238,6 +239,7 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
         right = "must be a run of model.name dit on pixels of one size; others are compared during training"
         raise ConfigError(f"{args.run} was trained on captions; {right} (docs/finetune.md, Validation)")
     places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
+    datasets: dict[Source, ImageDataset] = {}
     try:
         datasets = {
             "train": build_dataset(config.dataset, split="train", **places),
@@ -247,7 +249,6 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
         if args.reference is None:
             raise
         note(f"no copy check and no held-out figures: {error}")
-        datasets = {}
     return RealImages(
         datasets,
         to_pixels=trained.real_to_pixels if config.autoencoder.online else decode,

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchditan.evaluation.card import Card
+from torchditan.evaluation.card import Card, CardFigure
 from torchditan.evaluation.card_tables import columns, interval_notes, ordered_names, value_and_half_width
 from torchditan.report.plots import add_legend, draw, legend_entry, look_of, new_figure, styled
 from torchditan.run.atomic_files import write_file
@@ -73,13 +74,19 @@ def _plot(points: Points, cards: Sequence[Card], names: Sequence[str]) -> Any:
     figure, panels = new_figure(len(measured), height=3.0, width=2 + 3.4 * min(3, len(measured)))
     for panel, name in zip(panels, measured, strict=True):
         for number, line in enumerate(lines.values()):
-            found = [(place, one) for place, card in line if (one := card.figures.get(name)) and one.value is not None]
-            below = [0 if one.low is None else one.value - one.low for _, one in found]
-            above = [0 if one.high is None else one.high - one.value for _, one in found]
-            places, heights = [place for place, _ in found], [one.value for _, one in found]
-            panel.errorbar(places, heights, yerr=[below, above], capsize=2.5, **look_of(number))
+            found = {place: _value_and_ends(card.figures[name]) for place, card in line if name in card.figures}
+            if found:
+                heights, below, above = zip(*found.values(), strict=True)
+                panel.errorbar(list(found), heights, yerr=[below, above], capsize=2.5, **look_of(number))
         panel.set_title(name)
         panel.set_xlabel(first)
         panel.set_xticks(range(len(values)), values)
     add_legend(figure, [legend_entry(label, **look_of(number)) for number, label in enumerate(lines)])
     return figure
+
+
+def _value_and_ends(figure: CardFigure) -> tuple[float, float, float]:
+    """The value, and how far the interval reaches below and above it. NaN is not drawn."""
+    value = math.nan if figure.value is None else figure.value
+    low, high = figure.low, figure.high
+    return value, 0.0 if low is None else max(0.0, value - low), 0.0 if high is None else max(0.0, high - value)
