@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -217,10 +218,11 @@ def _compared(comparison: Comparison) -> Iterable[tuple[str, Callable[[Run], str
         yield "speed-up of images/s", lambda run: _ratio(comparison.speed_up(run))
         keys = {"loss": ("loss", "{:.4g}"), "validation_loss": ("validation loss", "{:.4g}"), **keys}
     for key, (name, form) in keys.items():
-        yield (
-            f"{name} at step {comparison.equal_step or 0:,}",
-            lambda run, key=key, form=form: _measured(comparison.at_equal_step(run)[key], form),
-        )
+        yield f"{name} at step {comparison.equal_step or 0:,}", partial(_at_equal_step, comparison, key, form)
+
+
+def _at_equal_step(comparison: Comparison, key: str, form: str, run: Run) -> str:
+    return _measured(comparison.at_equal_step(run)[key], form)
 
 
 def _ratio(value: float | None) -> str:
@@ -407,7 +409,7 @@ def _samples(runs: Sequence[Run]) -> Section:
         "Large pictures are scaled down." if is_smaller else "",
     ]
     cut = [picture for run, found in drawn for picture in _strip_and_animation(run, found, len(runs))]
-    blocks = [Slider(frames), *([Pictures("As a strip and as a GIF", cut)] if cut else [])]
+    blocks: list[Block] = [Slider(frames), *([Pictures("As a strip and as a GIF", cut)] if cut else [])]
     return Section("Samples over time", blocks, " ".join(filter(None, notes)))
 
 
