@@ -142,6 +142,6 @@ def test_batches_that_are_chosen_for_a_loss_of_pairs_are_even() -> None:
     assert candidate_batches(of_pairs(**limits, **{"autotune.batch_size_multiple": 3}), num_devices=1) == [6, 12]
     with pytest.raises(ConfigError, match=r"must be at least 2: diffusion\.ingredients"):
         candidate_batches(of_pairs(**{"autotune.max_batch_size": 1}), num_devices=1)
-    run = StoredRun(path=Path("run"), options={}, global_batch_size=12)
+    run = StoredRun(path=Path("run"), options={}, global_batch_size=12, cpu_threads=None)
     kept = keep_global_batch_size(of_pairs(**{"training.batch_size": 5}), run, world_size=2)
     assert (kept.training.batch_size, kept.training.global_batch_size) == (2, 12)
