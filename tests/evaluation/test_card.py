@@ -382,7 +382,7 @@ def test_a_card_has_the_width_of_the_average_in_place_of_its_decay(tmp_path: Pat
     config = Config().replace({"ema.width": 0.075})
     found = origin(stored_run(tmp_path / "run", config), config)
     assert (found.ema_decay, found.ema_width) == (None, 0.075)
-    text = markdown(card(**{**vars(found), "run_id": "12ab34cd"}), tmp_path / "card.json")
+    text = markdown(card(**{**vars(found), "run_id": "12ab34cd"}))
     assert re.search(r"\| ema_width +\| 0.075 +\|", text) and "ema_decay" not in text
 
 

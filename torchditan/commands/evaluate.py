@@ -507,8 +507,8 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
     if rank.rank > 0:
         return
     if several:
-        folder = f"{'_'.join(several)}_{short_hash([subject.folder.name for subject in subjects])}"
-        folder = args.out or subjects[0].folder.parent / folder
+        name = f"{'_'.join(several)}_{short_hash([subject.folder.name for subject in subjects])}"
+        folder = args.out or first.folder.parent / name
         print(write_table(folder, points, cards))
         print(f"table and plot: {folder}", file=sys.stderr)
     else:
