@@ -3,7 +3,3 @@
 
 May import: registry, run.
 """
-
-from torchditan.config.errors import ConfigError
-
-__all__ = ["ConfigError"]  # which datasets of users raise under this name

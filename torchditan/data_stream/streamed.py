@@ -60,8 +60,6 @@ class _PassIterator(Iterator[Any]):
         return {"is_over": self.is_over, "iterator": self.iterator.state_dict() if has_state else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "is_over" not in state:  # a checkpoint from before this class
-            state = {"is_over": False, "iterator": state}
         self.is_over = state["is_over"]
         if state["iterator"] is not None:
             self.iterator.load_state_dict(state["iterator"])
