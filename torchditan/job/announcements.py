@@ -35,15 +35,13 @@ def opening(
     progress: Progress,
     grids: Grids,
     *,
-    float8_layers: str | None,
-    initial_weights: str | None,
+    notes: list[str],
 ) -> list[str]:
     """Messages before the first step.
 
     Args:
         progress: position of the run, which may come from a checkpoint.
-        float8_layers: the layers that compute in float8; None in other precisions.
-        initial_weights: source of the initial weights; None for random or published weights, or a resumed run.
+        notes: messages about parts that were built.
     """
     config = job.config
     advice = compile_advice(
@@ -56,7 +54,6 @@ def opening(
     threads = None
     if progress.step and job.stored is not None and job.device.type == "cpu":
         threads = changed_threads(job.stored.cpu_threads)
-    weights = None if initial_weights is None else f"started from the {initial_weights}"
     scores = None
     if config.metrics.enable_sampling:
         scores = grids.why_no_scores(job.run_directory.sample_path(0).parent, is_resumed=progress.step > 0)
@@ -65,11 +62,10 @@ def opening(
     pictures = f"grids show latent channels, not pictures: {decoder}" if has_channels else None
     messages = (
         _describe_run(job, model, progress),
-        float8_layers,
+        *notes,
         advice,
         precision,
         threads,
-        weights,
         _what_is_left(config, progress),
         scores,
         pictures,
