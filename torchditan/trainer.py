@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from torchditan import announcements
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, StopPoint
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
@@ -39,7 +40,6 @@ from torchditan.distributed.process_group import (
     init_process_group,
     raise_on_all_ranks,
 )
-from torchditan.job import announcements
 from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
 from torchditan.models.flops import count_model_flops
@@ -214,7 +214,7 @@ class Trainer:
             checkpoints=self.checkpoints,
             supervision=supervision,
         )
-        for message in announcements.opening(job, self.model, self.progress, self.tasks.grids, notes=notes):
+        for message in announcements.opening(job, self.tasks, notes=notes):
             self.logger.message(message)
 
     def build_model(self) -> tuple[Any, list[str]]:
@@ -321,7 +321,7 @@ class Trainer:
         config, tasks = self.config, self.tasks
         first_step = self.progress.step + 1
         if self.progress.step < config.training.steps:
-            tasks.unreadable.update(check_files(self.job, self.supervision))
+            tasks.unreadable.update(check_files(self.job, warn=self.supervision.warn))
         batches = self.open_stream()
         self.supervision.start_step = self.progress.step
         write_rank_status("running", step=self.progress.step, first_step_at=time.time())
@@ -480,13 +480,7 @@ class Trainer:
         has_saved = self.checkpoints.saved_step == self.progress.step
         folder = self.checkpoints.manager.folder / f"step-{self.progress.step:08d}"
         weights = folder if folder.exists() else folder.with_suffix(".safetensors")
-        for message in announcements.closing(
-            self.job,
-            self.tasks.grids,
-            last_grid=self.tasks.last_grid,
-            last_validation=self.tasks.last_validation,
-            weights=weights if has_saved else None,
-        ):
+        for message in announcements.closing(self.job, self.tasks, weights=weights if has_saved else None):
             self.logger.message(message)
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     config = parse_config([flag for flag in argv if flag != "--preview"])
     check_root(config.dataset)
     if is_preview:
-        from torchditan.job.preview import preview
+        from torchditan.commands.preview import preview
 
         if is_first:
             print("\n".join(preview(config)))

@@ -285,20 +285,6 @@ def plan_batches(config: Config, rank: Rank) -> BatchPlan:
     )
 
 
-def describe_batches(plan: BatchPlan, *, asked: int | str | None = None, context: int = 1) -> str:
-    """`batch_size 8 x 4 micro-batches x 1 rank = global batch 32`, and why it differs from the `asked` batch_size."""
-    micro_batches, ranks, name = plan.num_micro_batches, plan.world_size, "rank" if context == 1 else "group"
-    counts = [
-        f"batch_size {plan.batch_size}",
-        f"{micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}",
-        f"{ranks} {name}{'' if ranks == 1 else 's'}" + (f" of {context} ranks" if context > 1 else ""),
-    ]
-    changed = asked not in (None, "auto", plan.batch_size)
-    return f"{' x '.join(counts)} = global batch {plan.global_batch_size}" + (
-        f" (batch_size {asked} does not divide the {plan.global_batch_size // ranks} of a {name})" if changed else ""
-    )
-
-
 def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *, device: torch.device) -> ModelSpec:
     """Add the dataset's empty caption to the model's conditioning. A stand-in dataset generates random conditions.
 
