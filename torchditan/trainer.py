@@ -52,7 +52,7 @@ from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
 from torchditan.registry import LOAD_INITIAL_WEIGHTS
 from torchditan.run.metrics import MetricsLogger
-from torchditan.run.profiling import Profiler, profiling
+from torchditan.run.profiling import Profiler
 from torchditan.run.rank_status import write_rank_status
 from torchditan.supervision.exit_status import Interrupted
 from torchditan.supervision.preemption import StopAgreement, StopRequest
@@ -335,7 +335,7 @@ class Trainer:
         tasks.repeat_unfinished()
         if config.training.compile and self.progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
-        with profiling(
+        with Profiler(
             config.profiling,
             self.job.run_directory,
             self.rank.rank,

@@ -36,9 +36,9 @@ from torchditan.latents.sample_space import SampleSpace, pixel_space
 from torchditan.models import ModelSpec
 from torchditan.registry import EVALUATION, INITIAL_IDENTITY, OPEN_CAPTIONS, OPEN_DATASET, OPEN_LATENTS
 from torchditan.run.directory import RunDirectory, run_path
-from torchditan.run.metrics import check_trackers
 from torchditan.run.profiling import check_profiling
 from torchditan.run.progress import report_progress
+from torchditan.run.trackers import check_trackers
 
 Evaluate = Callable[..., dict[str, float]]
 """`evaluate(model, sampler, say=print)` (evaluation/during_training.py)."""
