@@ -141,7 +141,7 @@ class Trainer:
         if self.rank.world_size > 1:
             from torchditan.supervision.watchdog import record_collectives
 
-            record_collectives(self.job.run_directory.folder("flight_recorder"), buffer_size=comm.trace_buf_size)
+            record_collectives(self.job.run_directory.path / "flight_recorder", buffer_size=comm.trace_buf_size)
         init_process_group(self.rank, timeout_seconds=comm.init_timeout_seconds)
         self.supervision.connect(timeout_seconds=comm.init_timeout_seconds)
         if self.rank.world_size > 1:
@@ -171,7 +171,7 @@ class Trainer:
         self.stream = self.build_stream()
 
         manager = CheckpointManager(
-            job.run_directory.folder(config.checkpoint.folder),
+            job.run_directory.path / config.checkpoint.folder,
             self.run_state(),
             config=config,
             of_job=job.trajectory,

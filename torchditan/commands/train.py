@@ -38,7 +38,7 @@ def main() -> None:
             print("\n".join(preview(config)))
         return
     if is_first and not config.job.print_config:
-        print(f"starting {run_path(config.job.dump_folder, str(config.metrics.experiment_name))}", flush=True)
+        print(f"starting {run_path(config)}", flush=True)
 
     from torchditan.job.prepare import prepare
     from torchditan.trainer import Trainer

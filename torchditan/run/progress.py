@@ -67,21 +67,21 @@ def report_progress(
 
 def _report(line: Callable[[], str], finished: threading.Event, say: Callable[[str], None] | None) -> None:
     if say is None and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        is_drawn = False
-        while not finished.wait(_REDRAW_S):
-            text = line()[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be erased
-            sys.stderr.write(f"\r\x1b[2K{text}")
+        erase, wait, between = "\r\x1b[2K", _REDRAW_S, _REDRAW_S
+
+        def write(text: str) -> None:
+            sys.stderr.write(erase + text[: shutil.get_terminal_size().columns - 1])  # a wrapped line stays
             sys.stderr.flush()
-            is_drawn = True
-        if is_drawn:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
-        return
-    write = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    wait = QUIET_S
-    while not finished.wait(wait):
+
+    else:
+        erase, wait, between = "", QUIET_S, EVERY_S
+        write = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    is_drawn = False
+    while not finished.wait(between if is_drawn else wait):
         write(line())
-        wait = EVERY_S
+        is_drawn = True
+    if erase and is_drawn:
+        write("")
 
 
 def _line(what: str, *, done: float, total: float | None, unit: str, seconds: float) -> str:
