@@ -148,7 +148,8 @@ class RunDirectory:
         except ConfigError:
             self.close()
             raise
-        self._remove_debris()
+        for left in [*self.path.glob(".*.partial"), *self.path.glob("*/.*.partial")]:  # by killed processes
+            left.unlink(missing_ok=True)
         self._is_new = stored is None
         files = (self.config_path, self.status_path)
         self._replaced = {file: file.read_bytes() if file.exists() else None for file in files}
@@ -170,11 +171,6 @@ class RunDirectory:
             "class_names": list(class_names),
         }
         write_file(self.config_path, to_json(content, indent=2))
-
-    def _remove_debris(self) -> None:
-        """Remove temporary files of killed processes."""
-        for path in [*self.path.glob(".*.partial"), *self.path.glob("*/.*.partial")]:
-            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the folder."""
@@ -296,8 +292,7 @@ class RunDirectory:
                 )
             return None
         stored = read_config(self.path)
-        differing = differences(stored.get("trajectory", {}), trajectory)
-        if differing:
+        if differing := differences(stored.get("trajectory", {}), trajectory):
             raise ConfigError(
                 f"{self.path} holds a run with other settings: {'; '.join(differing)}. "
                 "To resume it, use its settings; otherwise name a new run with --metrics.experiment_name"
@@ -313,15 +308,10 @@ class RunDirectory:
             right = f"{self.path} is not a writable folder ({error.strerror}); choose another"
             raise option_error("job.dump_folder", str(self.path.parent), right) from None
         self._created = missing
+        is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        remedy = "name this run with --metrics.experiment_name"
         try:
-            is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-            take_lock(
-                lock,
-                self.path,
-                holder="process",
-                remedy="name this run with --metrics.experiment_name",
-                patience_s=_LEASE_S if is_restart else 0.0,
-            )
+            take_lock(lock, self.path, holder="process", remedy=remedy, patience_s=_LEASE_S if is_restart else 0.0)
         except ConfigError:
             os.close(lock)
             raise
