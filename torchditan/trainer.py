@@ -166,8 +166,13 @@ class Trainer:
             self.spikes = LossSpikes(config.training.loss_spike_factor, self.device)
         self.ema: EMA | None = None
         if config.ema.enable:
-            average = {"decay": config.ema.decay, "warmup": config.ema.warmup, "width": config.ema.width}
-            self.ema = EMA(self.model, **average, only_trained=config.lora.rank > 0)
+            self.ema = EMA(
+                self.model,
+                decay=config.ema.decay,
+                warmup=config.ema.warmup,
+                width=config.ema.width,
+                only_trained=config.lora.rank > 0,
+            )
         self.stream = self.build_stream()
 
         manager = CheckpointManager(
@@ -272,11 +277,12 @@ class Trainer:
             from torchditan.data_stream.streamed import SequentialStream
 
             return SequentialStream(cast(SequentialDataset, job.dataset), **shared)
-        reading: dict[str, Any] = {
-            "corrupt_images": options.corrupt_images,
-            "prefetch_factor": options.prefetch_factor,
-        }
-        return TrainingStream(job.dataset, **reading, **shared)
+        return TrainingStream(
+            job.dataset,
+            corrupt_images=options.corrupt_images,
+            prefetch_factor=options.prefetch_factor,
+            **shared,
+        )
 
     def flops_per_image(self) -> float:
         """FLOPs of training on one sample: loss, backward, and its part of the optimizer's matrix products (Muon)."""

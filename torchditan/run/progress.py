@@ -66,22 +66,28 @@ def report_progress(
 
 
 def _report(line: Callable[[], str], finished: threading.Event, say: Callable[[str], None] | None) -> None:
-    if say is None and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        erase, wait, between = "\r\x1b[2K", _REDRAW_S, _REDRAW_S
-
-        def write(text: str) -> None:
-            sys.stderr.write(erase + text[: shutil.get_terminal_size().columns - 1])  # a wrapped line stays
-            sys.stderr.flush()
-
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if say is None and is_terminal:
+        first, wait, write = _REDRAW_S, _REDRAW_S, _draw
     else:
-        erase, wait, between = "", QUIET_S, EVERY_S
-        write = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    is_drawn = False
-    while not finished.wait(between if is_drawn else wait):
+        first, wait, write = QUIET_S, EVERY_S, say or _print
+    if finished.wait(first):
+        return
+    write(line())
+    while not finished.wait(wait):
         write(line())
-        is_drawn = True
-    if erase and is_drawn:
+    if write is _draw:
         write("")
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _draw(text: str) -> None:
+    """In place of the line drawn before."""
+    sys.stderr.write("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1])  # a wrapped line could not be erased
+    sys.stderr.flush()
 
 
 def _line(what: str, *, done: float, total: float | None, unit: str, seconds: float) -> str:

@@ -78,8 +78,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
         if step and (run / "config.json").is_file():
             raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
         if step or (Path(path) / "manifest.json").is_file():
-            copy = f"copy the whole run, or write one file with torchditan export {path} OUT.safetensors"
-            raise ConfigError(f"{path} is a checkpoint without its run; {copy}")
+            missing = f"{path} is a checkpoint without its run, whose config.json is missing two folders above"
+            named, rename = (path, "") if step else ("step-00000100", "rename it to step-00000100 (its own step) and ")
+            export = f"torchditan export {named} OUT.safetensors"
+            raise ConfigError(f"{missing}; copy the whole run, or {rename}write one file with {export}")
         raise ConfigError(f"{file} does not belong to a run: it contains no configuration")
     return content
 
