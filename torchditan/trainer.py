@@ -237,9 +237,14 @@ class Trainer:
         if config.float8.enable_float8_linear:
             from torchditan.distributed.float8 import convert_to_float8
 
-            varied = isinstance(job.dataset, GroupedDataset) and len(job.dataset.groups()) > 1
-            sizes: dict[str, Any] = {"batch_size": self.plan.batch_size, "varied_shapes": varied}
-            notes.append(convert_to_float8(model=model, spec=job.spec, config=config.float8, **sizes))
+            described = convert_to_float8(
+                model=model,
+                spec=job.spec,
+                config=config.float8,
+                batch_size=self.plan.batch_size,
+                varied_shapes=isinstance(job.dataset, GroupedDataset) and len(job.dataset.groups()) > 1,
+            )
+            notes.append(described)
         sharded: Any = parallelize(  # has init_weights and set_requires_gradient_sync
             model,
             blocks=job.spec.blocks(model),
@@ -276,7 +281,7 @@ class Trainer:
         if options.streaming:
             from torchditan.data_stream.streamed import SequentialStream
 
-            return SequentialStream(cast(SequentialDataset, job.dataset), **shared)
+            return SequentialStream(cast(SequentialDataset, job.dataset), checks_first_item=True, **shared)
         return TrainingStream(
             job.dataset,
             corrupt_images=options.corrupt_images,

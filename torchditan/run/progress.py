@@ -66,6 +66,7 @@ def report_progress(
 
 
 def _report(line: Callable[[], str], finished: threading.Event, say: Callable[[str], None] | None) -> None:
+    write: Callable[[str], None]
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if say is None and is_terminal:
         first, wait, write = _REDRAW_S, _REDRAW_S, _draw
