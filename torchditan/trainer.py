@@ -281,7 +281,7 @@ class Trainer:
         if options.streaming:
             from torchditan.data_stream.streamed import SequentialStream
 
-            return SequentialStream(cast(SequentialDataset, job.dataset), checks_first_item=True, **shared)
+            return SequentialStream(cast(SequentialDataset, job.dataset), **shared)
         return TrainingStream(
             job.dataset,
             corrupt_images=options.corrupt_images,
