@@ -66,29 +66,22 @@ def report_progress(
 
 
 def _report(line: Callable[[], str], finished: threading.Event, say: Callable[[str], None] | None) -> None:
-    write: Callable[[str], None]
-    is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    if say is None and is_terminal:
-        first, wait, write = _REDRAW_S, _REDRAW_S, _draw
-    else:
-        first, wait, write = QUIET_S, EVERY_S, say or _print
-    if finished.wait(first):
+    if say is None and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        is_drawn = False
+        while not finished.wait(_REDRAW_S):
+            text = line()[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be erased
+            sys.stderr.write(f"\r\x1b[2K{text}")
+            sys.stderr.flush()
+            is_drawn = True
+        if is_drawn:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
         return
-    write(line())
+    write = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    wait = QUIET_S
     while not finished.wait(wait):
         write(line())
-    if write is _draw:
-        write("")
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _draw(text: str) -> None:
-    """In place of the line drawn before."""
-    sys.stderr.write("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1])  # a wrapped line could not be erased
-    sys.stderr.flush()
+        wait = EVERY_S
 
 
 def _line(what: str, *, done: float, total: float | None, unit: str, seconds: float) -> str:
