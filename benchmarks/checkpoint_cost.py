@@ -82,7 +82,7 @@ def job(folder: Path, flags: list[str], *, async_mode: str) -> Config:
 
 def manager(trainer: Trainer, name: str, *, async_mode: str) -> CheckpointManager:
     return CheckpointManager(
-        trainer.job.run_directory.folder(name),
+        trainer.job.run_directory.path / name,
         trainer.run_state(),
         config=trainer.config.replace({"checkpoint.async_mode": async_mode}),
         timeout_seconds=600,

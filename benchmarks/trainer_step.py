@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.config.options import Config
-from torchditan.job.build import attention_backend
 from torchditan.job.prepare import prepare
-from torchditan.trainer import Trainer
+from torchditan.trainer import Trainer, attention_backend
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def build_trainer(config: Config) -> Trainer:
     """The trainer of a job before its first step. It joins the process group of this process, or opens one."""
     job = prepare(config)
     assert job is not None
-    joining = mock.patch("torchditan.job.build.init_process_group") if dist.is_initialized() else nullcontext()
+    joining = mock.patch("torchditan.trainer.init_process_group") if dist.is_initialized() else nullcontext()
     with joining:
         return Trainer(job)
 

@@ -128,12 +128,12 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     import torch.distributed as dist
 
     import torchditan.__main__
-    from torchditan.job import build
+    from torchditan import trainer
     from torchditan.run import progress
     from torchditan.supervision import exit_status
 
     monkeypatch.setattr(exit_status, "gc", Mock())  # the end of a process, which this one does not reach
-    monkeypatch.setattr(build, "count_model_flops", count_flops_once)
+    monkeypatch.setattr(trainer, "count_model_flops", count_flops_once)
     monkeypatch.setattr(progress, "QUIET_S", 3600.0)  # lines about slow work depend on the load of the machine
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -11,48 +11,59 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pkgutil
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from torchditan import announcements
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, StopPoint
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
-from torchditan.data_stream.datasets import Batch
+from torchditan.data_stream.datasets import Batch, GroupedDataset, SequentialDataset
+from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.workers import awaited_worker
 from torchditan.diffusion.objectives import split
-from torchditan.distributed.process_group import forget_process_groups, raise_on_all_ranks
-from torchditan.job import announcements
-from torchditan.job.build import (
-    attention_backend,
-    build_ema,
-    build_logger,
-    build_loss_scaler,
-    build_loss_spikes,
-    build_model,
-    build_stream,
-    initial_weights_loader,
-    open_process_group,
+from torchditan.distributed.parallelize import parallelize
+from torchditan.distributed.process_group import (
+    forget_process_groups,
+    from_rank_0,
+    init_process_group,
+    raise_on_all_ranks,
 )
 from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
-from torchditan.optim.divergence import DivergenceError, DivergenceGuard
-from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
+from torchditan.models.flops import count_model_flops
+from torchditan.models.peak_flops import peak_flops
+from torchditan.optim.divergence import DivergenceError, DivergenceGuard, LossSpikes
+from torchditan.optim.ema import EMA
+from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, optimizer_flops
 from torchditan.optim.schedules import build_schedule
 from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
-from torchditan.run.profiling import Profiler, profiling
+from torchditan.registry import LOAD_INITIAL_WEIGHTS
+from torchditan.run.metrics import MetricsLogger
+from torchditan.run.profiling import Profiler
 from torchditan.run.rank_status import write_rank_status
 from torchditan.supervision.exit_status import Interrupted
 from torchditan.supervision.preemption import StopAgreement, StopRequest
 from torchditan.supervision.supervision import Supervision
+
+if TYPE_CHECKING:
+    from torchditan.data_stream.streamed import SequentialStream
+    from torchditan.optim.loss_scaling import LossScaler
+
+_SHARED_WITHIN_S = 60.0
+"""A file server may show a new file to other machines only after its attribute cache expires."""
 
 
 class Trainer:
@@ -77,8 +88,16 @@ class Trainer:
             device=str(job.device),
             world_size=job.rank.world_size,
         )
+        self.job = job
+        self.config = job.config
+        self.rank = job.rank
+        self.device = job.device
+        self.plan = job.plan
+        self.space = job.space
+        self.objective = job.objective
         self.stop_request = StopRequest()
         self.supervision = Supervision(job.rank, job.run_directory)
+        self.progress = self.supervision.progress
         # Until the very end: if a rank fails, torchrun sends SIGTERM to the others, which must not interrupt them while
         # they write down the reason.
         self.resources = ExitStack()
@@ -88,7 +107,8 @@ class Trainer:
         self.stop_request.record = self.supervision.record_stop
         with self.recording_failures():
             job.run_directory.write_status("running", step=0)
-            self.build(job)
+            self.connect()
+            self.build()
 
     @contextmanager
     def recording_failures(self) -> Iterator[None]:
@@ -108,53 +128,86 @@ class Trainer:
                     dist.destroy_process_group()
             raise
 
-    def build(self, job: Job) -> None:
-        """Build the parts in order, on all ranks."""
-        config = job.config
-        self.job = job
-        self.config = config
-        self.rank = job.rank
-        self.device = job.device
-        self.plan = job.plan
-        self.space = job.space
-        supervision, stop_request = self.supervision, self.stop_request
-        self.progress = supervision.progress
-        open_process_group(job, supervision)
+    def connect(self) -> None:
+        """Prepare torch, connect the ranks and start to watch them."""
+        training, comm = self.config.training, self.config.comm
+        torch.manual_seed(training.seed)  # our code draws nothing from torch's global generators
+        if training.deterministic:  # `prepare` has set up cuBLAS
+            torch.use_deterministic_algorithms(True)
+            # In deterministic mode torch fills every tensor of torch.empty with NaN, one kernel each. Our code never
+            # reads memory before it writes it.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(training.float32_matmul_precision)
+        if self.rank.world_size > 1:
+            from torchditan.supervision.watchdog import record_collectives
 
-        mesh = job.parallel_dims.build_mesh(self.device.type)
-        self.resources.callback(forget_process_groups, mesh)
-        self.model, float8_layers = build_model(job, supervision, mesh)
+            record_collectives(self.job.run_directory.path / "flight_recorder", buffer_size=comm.trace_buf_size)
+        init_process_group(self.rank, timeout_seconds=comm.init_timeout_seconds)
+        self.supervision.connect(timeout_seconds=comm.init_timeout_seconds)
+        if self.rank.world_size > 1:
+            check_shared_folder(self.job)
+
+    def build(self) -> None:
+        """Build the parts in order, and continue from the newest checkpoint. All ranks call it."""
+        job, config, supervision = self.job, self.config, self.supervision
+        timeout_seconds = config.comm.init_timeout_seconds
+        self.model, notes = self.build_model()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = build_schedule(config.lr_scheduler)
         self.guard = DivergenceGuard(self.optimizer)
-        self.scaler = build_loss_scaler(config, self.parameters)
-        self.spikes = build_loss_spikes(config, self.device)
-        self.objective = job.objective
-        self.ema = build_ema(config, self.model)
-        self.stream = build_stream(job)
+        self.scaler: LossScaler | None = None
+        if config.training.mixed_precision_param == "float16":
+            from torchditan.optim.loss_scaling import LossScaler
+
+            self.scaler = LossScaler(self.parameters[0].device)  # the host with CPU offload
+        self.spikes: LossSpikes | None = None
+        if config.training.on_nonfinite == "rollback" and config.training.loss_spike_factor:
+            self.spikes = LossSpikes(config.training.loss_spike_factor, self.device)
+        self.ema: EMA | None = None
+        if config.ema.enable:
+            self.ema = EMA(
+                self.model,
+                decay=config.ema.decay,
+                warmup=config.ema.warmup,
+                width=config.ema.width,
+                only_trained=config.lora.rank > 0,
+            )
+        self.stream = self.build_stream()
 
         manager = CheckpointManager(
-            job.run_directory.folder(config.checkpoint.folder),
+            job.run_directory.path / config.checkpoint.folder,
             self.run_state(),
             config=config,
             of_job=job.trajectory,
-            timeout_seconds=config.comm.init_timeout_seconds,
+            timeout_seconds=timeout_seconds,
             warn=supervision.warn,
         )
         self.checkpoints = RunCheckpoints(manager, supervision=supervision, guard=self.guard)
+        load_weights = None
+        if (path := config.checkpoint.initial_load_path) is not None:
+            load_weights = partial(pkgutil.resolve_name(LOAD_INITIAL_WEIGHTS), self.model, path, config=config)
         with supervision.reporting("reading weights"):
-            initial_weights = self.checkpoints.resume(
-                job.run_directory, ema=self.ema, load_weights=initial_weights_loader(job, self.model)
-            )
-        agreement = StopAgreement(
-            stop_request, world_size=self.rank.world_size, timeout_seconds=config.comm.init_timeout_seconds
-        )
+            source = self.checkpoints.resume(job.run_directory, ema=self.ema, load_weights=load_weights)
+        notes += [] if source is None else [f"started from the {source}"]
+        agreement = StopAgreement(self.stop_request, world_size=self.rank.world_size, timeout_seconds=timeout_seconds)
         self.stop_point = StopPoint(agreement, config, self.checkpoints, supervision)
         self.rollback = Rollback(
             config, global_batch_size=self.plan.global_batch_size, guard=self.guard, checkpoints=self.checkpoints
         )
-        self.logger = build_logger(job, self.model, self.progress, supervision)
+        self.logger = MetricsLogger(
+            config.metrics,
+            job.run_directory,
+            world_size=self.rank.world_size,
+            device=self.device,
+            flops_per_image=self.flops_per_image(),
+            peak_flops=peak_flops(torch.cuda.get_device_name()) if self.device.type == "cuda" else None,
+            total_steps=config.training.steps,
+            tokens_per_image=job.spec.num_tokens,
+            start_step=self.progress.step,
+            images_seen=self.progress.images_seen,
+            elapsed_s=self.progress.elapsed_s,
+        )
         supervision.log_with(self.logger)
         self.tasks = PeriodicTasks(
             job,
@@ -166,15 +219,88 @@ class Trainer:
             checkpoints=self.checkpoints,
             supervision=supervision,
         )
-        for message in announcements.opening(
-            job,
-            self.model,
-            self.progress,
-            self.tasks.grids,
-            float8_layers=float8_layers,
-            initial_weights=initial_weights,
-        ):
+        for message in announcements.opening(job, self.tasks, notes=notes):
             self.logger.message(message)
+
+    def build_model(self) -> tuple[Any, list[str]]:
+        """The sharded model with its initial weights, in training mode, and messages about it."""
+        job, config, training = self.job, self.config, self.config.training
+        mesh = job.parallel_dims.build_mesh(self.device.type)
+        self.resources.callback(forget_process_groups, mesh)
+        with torch.device("meta"):
+            model = job.spec.build()
+        notes = []
+        if (degree := job.parallel_dims.context) > 1:
+            from torchditan.distributed.context_parallel import split_tokens_over_ranks
+
+            split_tokens_over_ranks(model, degree=degree, timeout_seconds=config.comm.init_timeout_seconds)
+        if config.float8.enable_float8_linear:
+            from torchditan.distributed.float8 import convert_to_float8
+
+            described = convert_to_float8(
+                model=model,
+                spec=job.spec,
+                config=config.float8,
+                batch_size=self.plan.batch_size,
+                varied_shapes=isinstance(job.dataset, GroupedDataset) and len(job.dataset.groups()) > 1,
+            )
+            notes.append(described)
+        sharded: Any = parallelize(  # has init_weights and set_requires_gradient_sync
+            model,
+            blocks=job.spec.blocks(model),
+            mesh=mesh,
+            activation_checkpoint=config.activation_checkpoint.mode,
+            selective_ac_option=config.activation_checkpoint.selective_ac_option,
+            checkpoint_fraction=config.activation_checkpoint.fraction,
+            compile=config.compile if training.compile else None,
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            cpu_offload=training.enable_cpu_offload,
+            reshard_after_forward=training.reshard_after_forward,
+        )
+        sharded.to_empty(device="cpu" if training.enable_cpu_offload else self.device)
+        with self.supervision.reporting("loading the model"):
+            sharded.init_weights(training.seed)
+        for buffer in sharded.buffers():  # offloading moves only parameters
+            buffer.data = buffer.data.to(self.device)
+        return sharded.train(), notes
+
+    def build_stream(self) -> TrainingStream | SequentialStream:
+        """Batches of the training data, in the order given by the seed."""
+        job, options = self.job, self.config.dataset
+        shared: dict[str, Any] = {
+            "plan": self.plan,
+            "seed": self.config.training.seed,
+            "num_classes": len(job.dataset.class_names),
+            "horizontal_flip": options.horizontal_flip,
+            "num_workers": options.num_workers,
+            "pin_memory": self.device.type == "cuda",
+            "sample_shape": self.space.sample_shape,
+            "numbers": {**self.objective.numbers, **({"posterior": "normal"} if self.space.draws_posterior else {})},
+        }
+        if options.streaming:
+            from torchditan.data_stream.streamed import SequentialStream
+
+            return SequentialStream(cast(SequentialDataset, job.dataset), **shared)
+        return TrainingStream(
+            job.dataset,
+            corrupt_images=options.corrupt_images,
+            prefetch_factor=options.prefetch_factor,
+            **shared,
+        )
+
+    def flops_per_image(self) -> float:
+        """FLOPs of training on one sample: loss, backward, and its part of the optimizer's matrix products (Muon)."""
+        job = self.job
+        if job.objective.computes_more:
+            from torchditan.diffusion.loss_flops import training_flops
+
+            flops = training_flops(self.config.diffusion, job.spec, warn=self.supervision.warn)
+        else:
+            flops = count_model_flops(job.spec).total
+        weights = self.model.named_parameters()
+        trained = [(name, tuple(weight.shape)) for name, weight in weights if weight.requires_grad]
+        return flops + optimizer_flops(self.config.optimizer, trained) / self.plan.global_batch_size
 
     def run_state(self) -> RunState:
         """The parts of a checkpoint, each registered here once."""
@@ -206,7 +332,7 @@ class Trainer:
         config, tasks = self.config, self.tasks
         first_step = self.progress.step + 1
         if self.progress.step < config.training.steps:
-            tasks.unreadable.update(check_files(self.job, self.supervision))
+            tasks.unreadable.update(check_files(self.job, warn=self.supervision.warn))
         batches = self.open_stream()
         self.supervision.start_step = self.progress.step
         write_rank_status("running", step=self.progress.step, first_step_at=time.time())
@@ -220,7 +346,7 @@ class Trainer:
         tasks.repeat_unfinished()
         if config.training.compile and self.progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
-        with profiling(
+        with Profiler(
             config.profiling,
             self.job.run_directory,
             self.rank.rank,
@@ -365,11 +491,32 @@ class Trainer:
         has_saved = self.checkpoints.saved_step == self.progress.step
         folder = self.checkpoints.manager.folder / f"step-{self.progress.step:08d}"
         weights = folder if folder.exists() else folder.with_suffix(".safetensors")
-        for message in announcements.closing(
-            self.job,
-            self.tasks.grids,
-            last_grid=self.tasks.last_grid,
-            last_validation=self.tasks.last_validation,
-            weights=weights if has_saved else None,
-        ):
+        for message in announcements.closing(self.job, self.tasks, weights=weights if has_saved else None):
             self.logger.message(message)
+
+
+def attention_backend(job: Job) -> AbstractContextManager[None]:
+    """Context manager of training, with the kernels of `training.attention_backend`.
+
+    The default of a GPU leaves out cuDNN, which torch prefers on an H100: its backward pass gives NaN for some shapes
+    (pytorch issue 196678, and 24 tokens without a mask). On a CPU only math differs from torch's choice.
+    """
+    backend = job.config.training.attention_backend
+    if job.device.type != "cuda" and backend != "math":
+        return nullcontext()
+    from torchditan.distributed.attention_backend import preferring
+
+    return preferring("flash" if backend == "default" else backend)
+
+
+def check_shared_folder(job: Job) -> None:
+    """Refuse a dump folder that is not the same folder for all ranks, where checkpoints would lack files."""
+    opened = from_rank_0(job.run_directory.start_mark())
+    deadline, error = time.monotonic() + _SHARED_WITHIN_S, None
+    while error is None and job.run_directory.start_mark() != opened:
+        if time.monotonic() > deadline:
+            place = f"rank {job.rank.rank} on {socket.gethostname()} does not see the run that rank 0 opened there"
+            right = f"{place}; must be shared by all machines"
+            error = option_error("job.dump_folder", job.config.job.dump_folder, right)
+        time.sleep(0.1)
+    raise_on_all_ranks(error)

@@ -20,7 +20,7 @@ PACKAGE = REPOSITORY / "torchditan"
 TRAINING = {
     "trainer": "construction, loop, step",
     "periodic_tasks": "validate, log, sample, save",
-    "job": "complete and check options, build",
+    "job": "complete and check options",
     "checkpoint": "state on disk",
     "optim": "optimizers, schedules, EMA, divergence",
     "distributed": "mesh, parallelize, compile",

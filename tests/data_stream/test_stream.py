@@ -383,7 +383,7 @@ def streamed(
     pin_memory: bool = False,
 ) -> SequentialStream:
     plan = BatchPlan(batch_size=4, global_batch_size=4 * world_size, rank=rank, world_size=world_size)
-    return SequentialStream(
+    stream = SequentialStream(
         dataset or Streamed(),
         plan=plan,
         seed=0,
@@ -392,6 +392,8 @@ def streamed(
         num_workers=num_workers,
         pin_memory=pin_memory,
     )
+    stream.collate.is_checked = True  # these samples are numbers above 1
+    return stream
 
 
 @pytest.mark.parametrize("dataset", [Streamed(), StreamedByItself()])
@@ -487,7 +489,7 @@ def test_the_first_item_of_a_streamed_source_is_checked() -> None:
             return InOrder(range(9, -1, -1))
 
     options: dict[str, Any] = {"seed": 0, "num_classes": 2, "horizontal_flip": None, "num_workers": 0}
-    options |= {"plan": BatchPlan(batch_size=4, global_batch_size=4), "pin_memory": False, "checks_first_item": True}
+    options |= {"plan": BatchPlan(batch_size=4, global_batch_size=4), "pin_memory": False}
     with pytest.raises(ConfigError, match=r"first item .* from 9 to 9\.25"):
         next(SequentialStream(Reversed(), **options).batches(0))
     next(SequentialStream(Streamed(), **options).batches(0))

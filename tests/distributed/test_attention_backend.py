@@ -17,10 +17,9 @@ from refusals import refused
 from torchditan.config.loader import load_config
 from torchditan.data_stream.datasets import Batch
 from torchditan.distributed.attention_backend import BACKENDS, check_attention_backend, preferring
-from torchditan.job.build import attention_backend
 from torchditan.periodic_tasks import StepResult
 from torchditan.randomness import Randomness
-from torchditan.trainer import Trainer
+from torchditan.trainer import Trainer, attention_backend
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -11,13 +11,14 @@ from minimal_parts import PAIRED
 from refusals import refused
 
 from torchditan.ablation.autotune import candidate_batches
+from torchditan.announcements import describe_batches
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import trajectory
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import Rank
-from torchditan.job.complete import StoredRun, complete_batches, describe_batches, keep_global_batch_size
+from torchditan.job.complete import StoredRun, complete_batches, keep_global_batch_size
 from torchditan.job.prepare import Job, prepare
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny_runs
 
+from torchditan import trainer
 from torchditan.config.errors import ConfigError
 from torchditan.distributed.process_group import Rank
-from torchditan.job import build
 from torchditan.run.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 SCRIPT = """
 import os, runpy, sys
-from torchditan.job import build
-build._SHARED_WITHIN_S = 0.1
+from torchditan import trainer
+trainer._SHARED_WITHIN_S = 0.1
 sys.argv += [f"--job.dump_folder={os.environ['RANK']}"]
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
@@ -33,8 +33,8 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """The run directory of rank 0. What the ranks send each other is what rank 0 and this rank have."""
     directory = RunDirectory(tmp_path / "shared" / "run", is_writer=True)
     directory.open({}, trajectory={})
-    monkeypatch.setattr(build, "from_rank_0", lambda value: directory.start_mark())
-    monkeypatch.setattr(build, "raise_on_all_ranks", lambda error: raise_if(error))
+    monkeypatch.setattr(trainer, "from_rank_0", lambda value: directory.start_mark())
+    monkeypatch.setattr(trainer, "raise_on_all_ranks", lambda error: raise_if(error))
     return directory
 
 
@@ -50,20 +50,20 @@ def job_of_rank_1(folder: Path) -> Any:
 
 
 def test_another_folder_is_refused(opened: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_SHARED_WITHIN_S", 0.1)
-    build._check_shared_folder(job_of_rank_1(tmp_path / "shared"))
+    monkeypatch.setattr(trainer, "_SHARED_WITHIN_S", 0.1)
+    trainer.check_shared_folder(job_of_rank_1(tmp_path / "shared"))
     own = RunDirectory(tmp_path / "own" / "run", is_writer=True)
     own.open({}, trajectory={})
     for name in ("own", "nothing"):
         with pytest.raises(ConfigError, match=r"job\.dump_folder = .* rank 1 on .*; must be shared by all machines"):
-            build._check_shared_folder(job_of_rank_1(tmp_path / name))
+            trainer.check_shared_folder(job_of_rank_1(tmp_path / name))
 
 
 def test_a_file_server_may_show_the_run_late(opened: RunDirectory, tmp_path: Path) -> None:
     late = tmp_path / "late"
     showing = threading.Timer(0.3, lambda: late.symlink_to(tmp_path / "shared"))
     showing.start()
-    build._check_shared_folder(job_of_rank_1(late))
+    trainer.check_shared_folder(job_of_rank_1(late))
     showing.join()
 
 

@@ -14,7 +14,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.options import Profiling
 from torchditan.run import profiling as profiling_module
 from torchditan.run.directory import RunDirectory
-from torchditan.run.profiling import profiling
+from torchditan.run.profiling import Profiler, check_profiling
 from torchditan.run.reading import read_metrics
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def files(run):
 
 
 def test_one_trace_each_profile_freq_steps_holds_that_step_only(run):
-    with profiling(Profiling(enable_profiling=True, profile_freq=4), run, 1, device=CPU) as profiler:
+    with Profiler(Profiling(enable_profiling=True, profile_freq=4), run, 1, device=CPU) as profiler:
         work(profiler, 1, 10)
     assert files(run) == ["profile_trace/step_00000004/rank1.json", "profile_trace/step_00000008/rank1.json"]
     recorded = names(run.path / "profile_trace/step_00000008/rank1.json")
@@ -51,18 +51,15 @@ def test_one_trace_each_profile_freq_steps_holds_that_step_only(run):
 
 def test_a_resumed_run_traces_the_same_steps(run):
     config = Profiling(enable_profiling=True, profile_freq=4, save_traces_folder="traces")
-    with profiling(config, run, 0, device=CPU, start_step=6) as profiler:
+    with Profiler(config, run, 0, device=CPU, start_step=6) as profiler:
         work(profiler, 7, 9)
     assert files(run) == ["traces/step_00000008/rank0.json"]
     assert "train_step_8" in names(run.path / "traces/step_00000008/rank0.json")
 
 
-def test_memory_snapshots_need_cuda(run):
-    with (
-        pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot = true: .*CUDA.*cpu"),
-        profiling(Profiling(enable_memory_snapshot=True), run, 0, device=CPU),
-    ):
-        pass
+def test_memory_snapshots_need_cuda():
+    with pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot = true: .*CUDA.*cpu"):
+        check_profiling(Profiling(enable_memory_snapshot=True), CPU)
 
 
 class _MemoryHistory:
@@ -86,7 +83,7 @@ class _MemoryHistory:
 def test_memory_snapshots_come_each_profile_freq_steps_and_on_running_out(run, monkeypatch):
     history = _MemoryHistory(monkeypatch)
     config = Profiling(enable_memory_snapshot=True, profile_freq=2)
-    with pytest.raises(torch.OutOfMemoryError), profiling(config, run, 0, device=torch.device("cuda")) as profiler:
+    with pytest.raises(torch.OutOfMemoryError), Profiler(config, run, 0, device=torch.device("cuda")) as profiler:
         work(profiler, 1, 4)
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert files(run) == [
@@ -117,7 +114,7 @@ def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, train):
 def test_gpu_traces_hold_kernels_and_snapshots_load(run):
     device = torch.device("cuda")
     config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=2)
-    with profiling(config, run, 0, device=device) as profiler:
+    with Profiler(config, run, 0, device=device) as profiler:
         work(profiler, 1, 2, device)
     events = json.loads((run.path / "profile_trace/step_00000002/rank0.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)

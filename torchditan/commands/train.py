@@ -32,13 +32,13 @@ def main() -> None:
     config = parse_config([flag for flag in argv if flag != "--preview"])
     check_root(config.dataset)
     if is_preview:
-        from torchditan.job.preview import preview
+        from torchditan.commands.preview import preview
 
         if is_first:
             print("\n".join(preview(config)))
         return
     if is_first and not config.job.print_config:
-        print(f"starting {run_path(config.job.dump_folder, str(config.metrics.experiment_name))}", flush=True)
+        print(f"starting {run_path(config)}", flush=True)
 
     from torchditan.job.prepare import prepare
     from torchditan.trainer import Trainer

@@ -104,7 +104,6 @@ class SequentialStream:
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT,
-        checks_first_item: bool = False,
     ) -> None:
         self.dataset = dataset
         self.plan = plan
@@ -112,9 +111,7 @@ class SequentialStream:
         self.sample_shape = sample_shape or dataset.sample_shape
         self.numbers = numbers
         self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
-        self.collate: Any = Collate(labelled=num_classes > 0)
-        if checks_first_item:
-            self.collate = _CheckingCollate(self.collate, dataset)
+        self.collate: Any = _CheckingCollate(Collate(labelled=num_classes > 0), dataset)
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self._loader: Any = None

@@ -180,40 +180,26 @@ def check_steps(config: Config, run: StoredRun) -> None:
     Raises:
         ConfigError: the schedule gives finished steps another learning rate.
     """
-    steps = config.training.steps
-    before = run.options.get("training.steps")
-    path, checkpoints = run.path, list_checkpoints(run.path / config.checkpoint.folder)
-    kept = final_weights(run.path / config.checkpoint.folder)
-    if not checkpoints and kept is not None and steps != step_of(kept):
-        only = f"{path} kept only its weights of step {step_of(kept)} and cannot be continued"
-        again = f"--checkpoint.initial_load_path {path} --metrics.experiment_name NAME"
-        raise option_error("training.steps", steps, f"{only}; start a new run from them: {again}")
+    steps, before = config.training.steps, run.options.get("training.steps")
+    folder = run.path / config.checkpoint.folder
+    checkpoints, kept = list_checkpoints(folder), final_weights(folder)
     done: int = step_of(checkpoints[-1]) if checkpoints else before or 0
-    if checkpoints and steps < done:
-        right = f"{path} is at step {done}; must be {done} or more, or name a new run with --metrics.experiment_name"
-        raise option_error("training.steps", steps, right)
-    is_other = run.options.get("lr_scheduler.schedule") != config.lr_scheduler.schedule  # the run directory refuses it
-    if before in (None, steps) or is_other:
-        return
-    when = _what_other_steps_change(config, before, done)
-    if when is None:
-        return
-    weights = f" from its weights: --checkpoint.initial_load_path {path}" if checkpoints else ":"
-    right = (
-        f"{path} was last started with {before}, and {when}; start a new run{weights} --metrics.experiment_name NAME"
-    )
-    raise option_error("training.steps", steps, right)
-
-
-def _what_other_steps_change(config: Config, before: int, done: int) -> str | None:
-    """What `training.steps`, in place of `before`, changes in the steps that are done; None if nothing."""
-    steps, scheduler = config.training.steps, config.lr_scheduler
-    schedule = build_schedule(scheduler)
-    finished = range(1, done + 1)
-    first = next((n for n in finished if schedule.rate(n, steps=before) != schedule.rate(n, steps=steps)), None)
-    if first is None:
-        return None
-    return f"that changes the learning rates of {scheduler.schedule} from step {first} on; this run is at {done}"
+    wrong = None
+    if not checkpoints and kept is not None and steps != step_of(kept):
+        wrong = f"{run.path} kept only its weights of step {step_of(kept)} and cannot be continued"
+    elif checkpoints and steps < done:
+        wrong = f"{run.path} is at step {done}; must be {done} or more"
+    elif before is not None and run.options.get("lr_scheduler.schedule") == config.lr_scheduler.schedule:
+        schedule = build_schedule(config.lr_scheduler)  # another one is refused by the run directory
+        changed = (n for n in range(1, done + 1) if schedule.rate(n, steps=before) != schedule.rate(n, steps=steps))
+        if steps != before and (first := next(changed, None)) is not None:
+            what = f"that changes the learning rates of {config.lr_scheduler.schedule} from step {first} on"
+            wrong = f"{run.path} was last started with {before} and is at {done}; {what}"
+    if wrong is not None:
+        can_load = checkpoints or kept is not None
+        weights = f" from its weights: --checkpoint.initial_load_path {run.path}" if can_load else ":"
+        again = f"otherwise start a new run{weights} --metrics.experiment_name NAME"
+        raise option_error("training.steps", steps, f"{wrong}; {again}")
 
 
 def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -> Config:
@@ -282,20 +268,6 @@ def plan_batches(config: Config, rank: Rank) -> BatchPlan:
     assert isinstance(batch_size, int) and global_batch_size is not None
     return BatchPlan(
         batch_size=batch_size, global_batch_size=global_batch_size, rank=rank.rank, world_size=rank.world_size
-    )
-
-
-def describe_batches(plan: BatchPlan, *, asked: int | str | None = None, context: int = 1) -> str:
-    """`batch_size 8 x 4 micro-batches x 1 rank = global batch 32`, and why it differs from the `asked` batch_size."""
-    micro_batches, ranks, name = plan.num_micro_batches, plan.world_size, "rank" if context == 1 else "group"
-    counts = [
-        f"batch_size {plan.batch_size}",
-        f"{micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}",
-        f"{ranks} {name}{'' if ranks == 1 else 's'}" + (f" of {context} ranks" if context > 1 else ""),
-    ]
-    changed = asked not in (None, "auto", plan.batch_size)
-    return f"{' x '.join(counts)} = global batch {plan.global_batch_size}" + (
-        f" (batch_size {asked} does not divide the {plan.global_batch_size // ranks} of a {name})" if changed else ""
     )
 
 

@@ -36,9 +36,9 @@ from torchditan.latents.sample_space import SampleSpace, pixel_space
 from torchditan.models import ModelSpec
 from torchditan.registry import EVALUATION, INITIAL_IDENTITY, OPEN_CAPTIONS, OPEN_DATASET, OPEN_LATENTS
 from torchditan.run.directory import RunDirectory, run_path
-from torchditan.run.metrics import check_trackers
 from torchditan.run.profiling import check_profiling
 from torchditan.run.progress import report_progress
+from torchditan.run.trackers import check_trackers
 
 Evaluate = Callable[..., dict[str, float]]
 """`evaluate(model, sampler, say=print)` (evaluation/during_training.py)."""
@@ -107,8 +107,7 @@ def prepare(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank = Rank.from_environment()
     parallel_dims = ParallelDims.resolve(config.training, world_size=rank.world_size)
-    assert config.metrics.experiment_name is not None
-    path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+    path = run_path(config)
     run = read_stored_run(path)
     configure_cpu(None if run is None else run.cpu_threads)
     config = complete_precision(config, run, device=rank.device)
@@ -135,6 +134,10 @@ def prepare(
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset
     objective = build_objective(completed.diffusion, spec)
+    evaluation = None
+    if completed.evaluation.freq:
+        data = {"dataset": dataset, "held_out": validation_dataset, "space": space}
+        evaluation = pkgutil.resolve_name(EVALUATION)(completed, device=rank.device, **data)
     return Job(
         given=config,
         config=completed,
@@ -148,21 +151,8 @@ def prepare(
         parallel_dims=parallel_dims,
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
         stored=run,
-        evaluation=_build_evaluation(completed, dataset, validation_dataset, space, rank),
+        evaluation=evaluation,
     )
-
-
-def _build_evaluation(
-    config: Config,
-    dataset: ImageDataset,
-    held_out: ImageDataset | None,
-    space: SampleSpace,
-    rank: Rank,
-) -> Evaluate | None:
-    if not config.evaluation.freq:
-        return None
-    data: dict[str, Any] = {"dataset": dataset, "held_out": held_out, "space": space}
-    return pkgutil.resolve_name(EVALUATION)(config, device=rank.device, **data)
 
 
 def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:

@@ -28,17 +28,17 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from uuid import uuid4
 
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_config, read_metrics
 
 STATES = ("running", "completed", "interrupted", "oom", "error")
-
 
 DATASET_FILES = "dataset_files.json.gz"
 """Path -> size in bytes of the image files that a run was started with, for messages."""
@@ -66,20 +66,18 @@ _FOLDER_OPTIONS = (
 )
 
 
-def run_path(dump_folder: str, experiment_name: str) -> Path:
-    """Folder of a run. ConfigError if the name would leave the dump folder."""
-    _check_inside("metrics.experiment_name", experiment_name, "the dump folder")
-    return Path(dump_folder) / experiment_name
+def run_path(config: Config) -> Path:
+    """Folder of a run."""
+    assert config.metrics.experiment_name is not None
+    return Path(config.job.dump_folder) / config.metrics.experiment_name
 
 
 def check_folders(config: dict[str, Any]) -> None:
-    """Check that every folder option of the resolved `config` stays inside the run directory; else ConfigError."""
+    """Check that no folder option of the resolved `config` is a file of the run; else ConfigError."""
     for section, key in _FOLDER_OPTIONS:
         value = config.get(section, {}).get(key)
-        if value is not None:
-            _check_inside(f"{section}.{key}", value, "the run directory")
-            if Path(value).parts[0] in _OWN_NAMES:
-                raise option_error(f"{section}.{key}", value, "is a reserved file name of runs; choose another")
+        if value is not None and Path(value).parts[0] in _OWN_NAMES:
+            raise option_error(f"{section}.{key}", value, "is a reserved file name of runs; choose another")
 
 
 class RunDirectory:
@@ -89,7 +87,6 @@ class RunDirectory:
         self.path = Path(path)
         self.is_writer = is_writer
         self._lock: int | None = None
-        self._metrics: IO[bytes] | None = None
         self._unwritten = b""  # lines, or part of one, that a full disk refused
         self._has_warned = False
         self._is_new = False
@@ -118,10 +115,6 @@ class RunDirectory:
 
     def sample_path(self, step: int) -> Path:
         return self.path / "samples" / f"step_{step:08d}.png"
-
-    def folder(self, name: str) -> Path:
-        """Path of the folder that an option sets (`metrics.save_tb_folder`, `checkpoint.folder`, ...)."""
-        return self.path / name
 
     def open(
         self,
@@ -155,11 +148,16 @@ class RunDirectory:
         except ConfigError:
             self.close()
             raise
-        self._remove_debris()
+        for left in [*self.path.glob(".*.partial"), *self.path.glob("*/.*.partial")]:  # by killed processes
+            left.unlink(missing_ok=True)
         self._is_new = stored is None
         files = (self.config_path, self.status_path)
         self._replaced = {file: file.read_bytes() if file.exists() else None for file in files}
         now = _now()
+        hardware = provenance.hardware(device, world_size)
+        if (threads := (stored or {}).get("hardware", {}).get("cpu_threads")) is not None:
+            # They affect the last bits of results, so later resumes reuse those that the run started with.
+            hardware["cpu_threads"] = threads
         content = {
             "run_id": stored["run_id"] if stored else uuid4().hex[:8],
             "created": stored["created"] if stored else now,
@@ -168,20 +166,16 @@ class RunDirectory:
             "trajectory": trajectory,
             "versions": provenance.versions("torch", "torchditan"),
             "git_commit": provenance.git_commit(),
-            "hardware": {**provenance.hardware(device, world_size), **_kept_threads(stored)},
+            "hardware": hardware,
             "command": sys.argv,
             "class_names": list(class_names),
         }
         write_file(self.config_path, to_json(content, indent=2))
 
-    def _remove_debris(self) -> None:
-        """Remove temporary files of killed processes."""
-        for path in [*self.path.glob(".*.partial"), *self.path.glob("*/.*.partial")]:
-            path.unlink(missing_ok=True)
-
     def close(self) -> None:
         """Release the folder."""
-        self._close_metrics()
+        if self._unwritten:
+            self._write_metrics()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -206,25 +200,19 @@ class RunDirectory:
                 (self.path / ".lock").unlink()
         self.close()
 
-    def write_status(
-        self, state: str, reason: str | None = None, *, step: int | None = None, rank: int = 0, **extra: Any
-    ) -> None:
-        """Write status.json: the state of the run and its reason, which comes from rank `rank`.
+    def write_status(self, state: str, reason: str | None = None, *, step: int | None = None) -> None:
+        """Write status.json: the state of the run and its reason, on the writer.
 
         Does nothing unless `open` succeeded: a refused folder contains the status of another run.
         """
-        assert state in STATES, state
         if self._lock is not None:
-            self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank, **extra})
+            self.write_failure(state, reason, step=step, rank=0)
 
-    def write_failure(self, state: str, reason: str, *, step: int, rank: int) -> None:
+    def write_failure(self, state: str, reason: str | None, *, step: int | None, rank: int) -> None:
         """Like `write_status`, for a failing rank that may not be the writer. The exit of this rank ends the others
         before they can write."""
         assert state in STATES, state
-        self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank})
-
-    def _write_status(self, status: dict[str, Any]) -> None:
-        data = to_json(status, indent=2)
+        data = to_json({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank}, indent=2)
         try:
             try:
                 write_file(self.status_path, data)
@@ -232,8 +220,8 @@ class RunDirectory:
                 with open(self.status_path, "r+b", buffering=0) as file:
                     file.write(data.ljust(self.status_path.stat().st_size))
         except OSError as error:  # a full disk must not end a run, nor hide why one ended
-            text = f"{self.status_path} cannot be written ({error.strerror}): {status['state']}"
-            print(f"warning: {text}{', ' + status['reason'] if status['reason'] else ''}", file=sys.stderr)
+            text = f"{self.status_path} cannot be written ({error.strerror}): {state}"
+            print(f"warning: {text}{f', {reason}' if reason else ''}", file=sys.stderr)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl; NaN and infinities are written as null.
@@ -250,7 +238,6 @@ class RunDirectory:
         """Add numbers to the last line of metrics.jsonl. On a full disk the line stays, and a warning has them."""
         if not self.is_writer:
             return
-        self._close_metrics()
         try:
             content = self.metrics_path.read_bytes() + self._unwritten
             write_file(self.metrics_path, content.removesuffix(b"}\n") + b", " + to_json(numbers)[1:] + b"\n")
@@ -261,13 +248,12 @@ class RunDirectory:
 
     def _write_metrics(self, *, sync: bool = False) -> None:
         try:
-            if self._metrics is None:
-                self._metrics = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115  stays open during the run
-            while self._unwritten:
-                written = self._metrics.write(self._unwritten)
-                self._unwritten = self._unwritten[written:]
-            if sync:
-                os.fsync(self._metrics.fileno())
+            with open(self.metrics_path, "ab", buffering=0) as file:
+                while self._unwritten:
+                    written = file.write(self._unwritten)
+                    self._unwritten = self._unwritten[written:]
+                if sync:
+                    os.fsync(file.fileno())
         except OSError as error:
             if not self._has_warned:
                 later = "its lines are kept and written when the disk has space"
@@ -276,15 +262,8 @@ class RunDirectory:
 
     def sync_metrics(self) -> None:
         """Sync metrics.jsonl, so that all appended lines survive a power failure."""
-        if self._metrics is not None or self._unwritten:
+        if self._unwritten or (self._lock is not None and self.metrics_path.exists()):
             self._write_metrics(sync=True)
-
-    def _close_metrics(self) -> None:
-        if self._unwritten:
-            self._write_metrics()
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
 
     def truncate_metrics(self, step: int) -> None:
         """Before a resume from `step`, drop the lines of later steps, and incomplete lines of killed runs.
@@ -294,7 +273,8 @@ class RunDirectory:
         """
         if not self.is_writer or not self.metrics_path.exists():
             return
-        self._close_metrics()
+        if self._unwritten:
+            self._write_metrics()
         kept = [record for record in read_metrics(self.path) if record["step"] <= step]
         if step == 0 and self.metrics_path.stat().st_size:
             names = (self.path / f"metrics.jsonl.{number}" for number in itertools.count(1))
@@ -312,8 +292,7 @@ class RunDirectory:
                 )
             return None
         stored = read_config(self.path)
-        differing = differences(stored.get("trajectory", {}), trajectory)
-        if differing:
+        if differing := differences(stored.get("trajectory", {}), trajectory):
             raise ConfigError(
                 f"{self.path} holds a run with other settings: {'; '.join(differing)}. "
                 "To resume it, use its settings; otherwise name a new run with --metrics.experiment_name"
@@ -329,15 +308,10 @@ class RunDirectory:
             right = f"{self.path} is not a writable folder ({error.strerror}); choose another"
             raise option_error("job.dump_folder", str(self.path.parent), right) from None
         self._created = missing
+        is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        remedy = "name this run with --metrics.experiment_name"
         try:
-            is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-            take_lock(
-                lock,
-                self.path,
-                holder="process",
-                remedy="name this run with --metrics.experiment_name",
-                patience_s=_LEASE_S if is_restart else 0.0,
-            )
+            take_lock(lock, self.path, holder="process", remedy=remedy, patience_s=_LEASE_S if is_restart else 0.0)
         except ConfigError:
             os.close(lock)
             raise
@@ -388,18 +362,6 @@ def take_lock(lock: int, folder: Path, *, holder: str, remedy: str, patience_s: 
             break
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _kept_threads(stored: dict[str, Any] | None) -> dict[str, Any]:
-    """The CPU threads that a run started with. They affect the last bits of results, so later resumes reuse them."""
-    threads = (stored or {}).get("hardware", {}).get("cpu_threads")
-    return {} if threads is None else {"cpu_threads": threads}
-
-
-def _check_inside(option: str, value: str, place: str) -> None:
-    parts = Path(value).parts
-    if not parts or Path(value).is_absolute() or ".." in parts:
-        raise option_error(option, value, f"must name a folder inside {place}, without `..`")
 
 
 def to_json(value: Any, indent: int | None = None) -> bytes:

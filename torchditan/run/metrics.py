@@ -20,17 +20,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
+from PIL import Image
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Metrics
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_metrics
-from torchditan.run.trackers import open_tensorboard, open_wandb
+from torchditan.run.trackers import TensorBoard, WandB
 
 ALWAYS_KEYS = (
     "step",
@@ -56,9 +56,10 @@ ALL_KEYS = (
 )
 """With the keys that are written only if they apply (docs/run_directory.md)."""
 _GIB = 1024**3
+_NO_MEMORY = {"allocated": 0, "reserved": 0, "active": 0}
 _END_AFTER = 9
 """Steps after the first one, by which the end of the run is estimated once."""
-_ONE_DAY_S = 86_400
+_ONE_DAY = timedelta(days=1)
 CONSOLE_COLUMNS = 100
 """Maximum line length if the output is not a terminal; otherwise the width of the terminal applies."""
 _LEAST_IMPORTANT_FIRST = (
@@ -73,14 +74,6 @@ _LEAST_IMPORTANT_FIRST = (
     "images_per_second",
 )
 """Parts that a console line drops, in this order, until it fits; metrics.jsonl contains all of them."""
-
-
-def check_trackers(config: Metrics) -> None:
-    """Raise ConfigError if a requested TensorBoard or W&B is not installed. Cheap enough to call before a run."""
-    if config.enable_tensorboard:
-        _require("torch.utils.tensorboard", "metrics.enable_tensorboard", "tensorboard")
-    if config.enable_wandb:
-        _require("wandb", "metrics.enable_wandb", "wandb")
 
 
 class PeakMemory:
@@ -98,7 +91,7 @@ class PeakMemory:
         self.device = device
         self.allocator: dict[str, float] = {}
         """The last `read` in the course project's terms: active memory, and allocator events since process start."""
-        self._allocated = self._reserved = self._active = 0
+        self._peaks = dict(_NO_MEMORY)
         if device.type == "cuda":
             self._capacity = torch.cuda.get_device_properties(device).total_memory
         elif device.type == "mps":
@@ -108,34 +101,39 @@ class PeakMemory:
 
     def read(self) -> dict[str, float | None]:
         self.collect()
-        allocated, reserved, active = self._allocated, self._reserved, self._active
-        self._allocated = self._reserved = self._active = 0
-        self.allocator = {"max_active(GiB)": active / _GIB, "max_active(%)": 100 * active / self._capacity}
-        if self.device.type == "cuda":
+        gib = {name: peak / _GIB for name, peak in self._peaks.items()}
+        percent = {name: 100 * peak / self._capacity for name, peak in self._peaks.items()}
+        self._peaks = dict(_NO_MEMORY)
+        is_cuda = self.device.type == "cuda"
+        self.allocator = {}
+        for name in ("active", "reserved") if is_cuda else ("active",):
+            self.allocator |= {f"max_{name}(GiB)": gib[name], f"max_{name}(%)": percent[name]}
+        if is_cuda:
             stats = torch.cuda.memory_stats(self.device)
-            self.allocator |= {
-                "max_reserved(GiB)": reserved / _GIB,
-                "max_reserved(%)": 100 * reserved / self._capacity,
-                **{name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")},
-            }
+            self.allocator |= {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
         self.restart()
         return {
-            "peak_memory_gib": allocated / _GIB,
-            "peak_reserved_gib": reserved / _GIB if self.device.type == "cuda" else None,
-            "peak_memory_percent": 100 * allocated / self._capacity,
+            "peak_memory_gib": gib["allocated"],
+            "peak_reserved_gib": gib["reserved"] if is_cuda else None,
+            "peak_memory_percent": percent["allocated"],
         }
 
     def collect(self) -> None:
         if self.device.type == "cuda":
-            self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self.device))
-            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
+            allocated, reserved = (
+                torch.cuda.max_memory_allocated(self.device),
+                torch.cuda.max_memory_reserved(self.device),
+            )
             active = torch.cuda.memory_stats(self.device).get("active_bytes.all.peak", 0)
-            self._active = max(self._active, active)
         elif self.device.type == "mps":
-            self._allocated = self._active = max(self._allocated, torch.mps.driver_allocated_memory())
+            allocated = active = torch.mps.driver_allocated_memory()
+            reserved = 0
         else:
             unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-            self._allocated = self._active = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            allocated = active = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            reserved = 0
+        found = {"allocated": allocated, "reserved": reserved, "active": active}
+        self._peaks = {name: max(peak, found[name]) for name, peak in self._peaks.items()}
 
     def restart(self) -> None:
         if self.device.type == "cuda":
@@ -295,7 +293,7 @@ class MetricsLogger:
         *,
         world_size: int,
         device: torch.device,
-        flops_per_image: float | None,
+        flops_per_image: float,
         peak_flops: float | None,
         total_steps: int,
         tokens_per_image: int | None = None,
@@ -307,11 +305,11 @@ class MetricsLogger:
     ) -> None:
         self.images_seen = images_seen
         self.timer = StepTimer(device, clock)
+        self._config = config
         self._run_directory = run_directory
         self._world_size = world_size
         self._flops_per_image = flops_per_image
         self._tokens_per_image = tokens_per_image
-        self._has_legacy_tags = config.legacy_tags
         self._peak_flops = peak_flops
         self._total_steps = total_steps
         self._clock = clock
@@ -321,16 +319,14 @@ class MetricsLogger:
         self._first_step: tuple[int, float] | None = None  # start of the ETA measurement: (step, its end)
         self._console: Console | None = None
         self._figures = ""  # of the last record, for the bar: reading the loss at every step would wait for the device
-        self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._trackers: list[TensorBoard | WandB] = []
         if not run_directory.is_writer:
             return
-        check_trackers(config)
         self._console = Console(stream or sys.stdout, color=config.enable_color_printing, clock=clock)
         if config.enable_tensorboard:
-            self._tensorboard = open_tensorboard(run_directory.folder(config.save_tb_folder), start_step)
+            self._trackers.append(TensorBoard(run_directory.path / config.save_tb_folder, start_step))
         if config.enable_wandb:
-            self._wandb = open_wandb(config, run_directory)
+            self._trackers.append(WandB(config, run_directory))
 
     @property
     def elapsed_s(self) -> float:
@@ -345,7 +341,11 @@ class MetricsLogger:
             self._first_step = (self._step, self._clock())
         if self._console is not None:
             if self._step - self._first_step[0] == _END_AFTER and self._step < self._total_steps:
-                self.message(self._describe_end())
+                left = self._time_left()
+                assert left is not None
+                end = datetime.now() + left
+                date = f"{end:%a %d %b, %H:%M}" if left > _ONE_DAY else f"{end:%H:%M}"
+                self.message(f"about {left} left: the run will end at about {date}")
             self._console.progress(self._step, self._total_steps, self._eta(), figures=self._figures)
 
     def log(
@@ -368,6 +368,8 @@ class MetricsLogger:
         images = self.images_seen - self._logged_images
         window = self.timer.read(steps=step - self._logged_step, images=images)
         self._logged_step, self._logged_images = step, self.images_seen
+        speed = window["images_per_second"]
+        flops = None if speed is None else speed * self._flops_per_image / self._world_size
         known: dict[str, Any] = {
             "step": step,
             "images_seen": self.images_seen,
@@ -375,16 +377,31 @@ class MetricsLogger:
             "grad_norm": grad_norm,
             "lr": lr,
             "elapsed_s": self.elapsed_s,
-            **self._flops(window["images_per_second"]),
+            "tflops_per_device": None if flops is None else flops / 1e12,
+            "mfu": None if flops is None or self._peak_flops is None else 100 * flops / self._peak_flops,
             **self.timer.memory.read(),
             **window,
         }
         record = {key: known.pop(key) for key in ALWAYS_KEYS} | known
         assert record.keys().isdisjoint(extra or {}), extra
         record.update(extra or {})
-        speed = record["images_per_second"]
         self._figures = f"loss {loss:.4f}  " + ("" if speed is None else f"{speed:,.4g} images/s  ")
-        self._report(record, max_loss=max_loss)
+        self._run_directory.append_metrics(record)
+        self._show(record)
+        legacy: dict[str, float] = {}
+        if self._trackers and self._config.legacy_tags:
+            from torchditan.run.legacy_tags import legacy_scalars  # only for the option metrics.legacy_tags
+
+            legacy = legacy_scalars(
+                record,
+                max_loss=max_loss,
+                flops_per_image=self._flops_per_image,
+                tokens_per_image=self._tokens_per_image,
+                world_size=self._world_size,
+                memory=self.timer.memory.allocator,
+            )
+        numbers = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
+        self._track(lambda tracker: tracker.log(numbers, step, legacy=legacy))
         return record
 
     def lacks_figures(self, step: int, task: str) -> bool:
@@ -398,16 +415,12 @@ class MetricsLogger:
         self._run_directory.extend_last_metrics(figures)
         if "validation_loss" in figures:
             self._show({"step": step, **figures})
-        self._track(figures, step)
+        self._track(lambda tracker: tracker.log(figures, step, legacy={}))
 
     def roll_back(self, step: int, images_seen: int) -> None:
         """Drop the steps after `step` from every log, because they will run again."""
         self._run_directory.truncate_metrics(step)
-        if self._tensorboard is not None:
-            folder = Path(self._tensorboard.log_dir)
-            with self._tensorboard_if_it_can():
-                self._tensorboard.close()
-                self._tensorboard = open_tensorboard(folder, step)
+        self._track(lambda tracker: tracker.roll_back(step))
         self._step = self._logged_step = step
         self.images_seen = self._logged_images = images_seen
         self._first_step = None
@@ -416,102 +429,51 @@ class MetricsLogger:
     def flush(self) -> None:
         """Sync all logs to disk. A checkpoint of this step must not be ahead of them."""
         self._run_directory.sync_metrics()
-        if self._tensorboard is not None:
-            with self._tensorboard_if_it_can():
-                self._tensorboard.flush()
-
-    @contextmanager
-    def _tensorboard_if_it_can(self) -> Iterator[None]:
-        """If the disk is full, stop writing event files but continue the run: metrics.jsonl has the same numbers."""
-        try:
-            yield
-        except OSError as error:
-            self._tensorboard = None
-            self.message(f"warning: TensorBoard cannot write ({error.strerror}); metrics.jsonl continues")
+        self._track(lambda tracker: tracker.flush())
 
     def message(self, text: str) -> None:
         """Print a line."""
         if self._console is not None:
             self._console.line(text)
 
-    def log_image(self, name: str, image: str | Path | Any, step: int) -> None:
-        """Log an image to TensorBoard and W&B: a file, or a uint8 array (H, W, 3)."""
-        if self._tensorboard is None and self._wandb is None:
-            return
-        import numpy as np
-        from PIL import Image
-
-        pixels = np.asarray(Image.open(image).convert("RGB")) if isinstance(image, (str, Path)) else image
-        if self._tensorboard is not None:
-            with self._tensorboard_if_it_can():
-                self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
-        if self._wandb is not None:
-            self._wandb.log({name: import_module("wandb").Image(pixels), "step": step})
+    def log_image(self, name: str, image: Path, step: int) -> None:
+        """Log an image file to TensorBoard and W&B."""
+        if self._trackers:
+            pixels = np.asarray(Image.open(image).convert("RGB"))
+            self._track(lambda tracker: tracker.log_image(name, pixels, step))
 
     def close(self) -> None:
         """Remove the bar and finish the trackers."""
         if self._console is not None:
             self._console.close()
-        if self._tensorboard is not None:
-            with self._tensorboard_if_it_can():
-                self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._track(lambda tracker: tracker.close())
 
-    def _flops(self, images_per_second: float | None) -> dict[str, float | None]:
-        if images_per_second is None or self._flops_per_image is None:
-            return {"tflops_per_device": None, "mfu": None}
-        flops = images_per_second * self._flops_per_image / self._world_size
-        mfu = None if self._peak_flops is None else 100 * flops / self._peak_flops
-        return {"tflops_per_device": flops / 1e12, "mfu": mfu}
-
-    def _report(self, record: dict[str, Any], *, max_loss: float | None) -> None:
-        self._run_directory.append_metrics(record)
-        self._show(record)
-        numbers = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
-        legacy: dict[str, float] = {}
-        if self._tensorboard is not None and self._has_legacy_tags:
-            from torchditan.run.legacy_tags import legacy_scalars  # only for the option metrics.legacy_tags
-
-            legacy = legacy_scalars(
-                record,
-                max_loss=max_loss,
-                flops_per_image=self._flops_per_image,
-                tokens_per_image=self._tokens_per_image,
-                world_size=self._world_size,
-                memory=self.timer.memory.allocator,
-            )
-        self._track(numbers, record["step"], legacy=legacy)
+    def _track(self, call: Callable[[TensorBoard | WandB], None]) -> None:
+        """Call each tracker. If the disk is full, it gets no more, but the run continues."""
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except OSError as error:
+                self._trackers.remove(tracker)
+                what = f"warning: {type(tracker).__name__} cannot write ({error.strerror})"
+                self.message(f"{what}; metrics.jsonl continues")
 
     def _show(self, record: dict[str, Any]) -> None:
         if (console := self._console) is not None:
             line = _console_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
             console.line(line)
 
-    def _track(self, numbers: dict[str, float], step: int, *, legacy: dict[str, float] | None = None) -> None:
-        """Log numbers of a step to TensorBoard, with the tags in `legacy`, and to W&B."""
-        if self._tensorboard is not None:
-            with self._tensorboard_if_it_can():
-                for key, value in {**numbers, **(legacy or {})}.items():
-                    self._tensorboard.add_scalar(key, value, step)
-        if self._wandb is not None:
-            self._wandb.log({**numbers, "step": step})
-
-    def _describe_end(self) -> str:
-        """When the run will end, by the steps after the first."""
-        assert self._first_step is not None
-        step, then = self._first_step
-        left = (self._clock() - then) / (self._step - step) * (self._total_steps - self._step)
-        end = datetime.now() + timedelta(seconds=left)
-        date = f"{end:%a %d %b, %H:%M}" if left > _ONE_DAY_S else f"{end:%H:%M}"
-        return f"about {timedelta(seconds=round(left))} left: the run will end at about {date}"
-
-    def _eta(self) -> str:
+    def _time_left(self) -> timedelta | None:
+        """Until the end of the run, by the steps after the first; None before the second."""
         if self._first_step is None or self._step == self._first_step[0]:
-            return "-:--:--"
+            return None
         first, ended = self._first_step
         seconds = (self._clock() - ended) / (self._step - first) * (self._total_steps - self._step)
-        return str(timedelta(seconds=round(seconds)))
+        return timedelta(seconds=round(seconds))
+
+    def _eta(self) -> str:
+        left = self._time_left()
+        return "-:--:--" if left is None else str(left)
 
 
 def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: bool, columns: int) -> str:
@@ -539,10 +501,3 @@ def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: 
             break
         shown.pop(key, None)
     return "  ".join(f"\x1b[{code}m{text}\x1b[0m" if color and code else text for text, code in shown.values())
-
-
-def _require(module: str, option: str, package: str) -> None:
-    try:
-        import_module(module)
-    except ImportError:
-        raise option_error(option, True, f"needs the {package} package: pip install {package}") from None

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -38,123 +38,95 @@ def check_profiling(config: Profiling, device: torch.device) -> None:
 
 
 class Profiler:
-    """Yielded by `profiling`; call `step` at the end of every training step."""
+    """Profiles the steps in its body (`with`) according to `config`; every rank writes separate files.
 
-    def __init__(self, start_step: int, excluded: Callable[[], AbstractContextManager[object]]) -> None:
-        self.last_step = start_step
-        self.num_calls = 0
-        """Number of finished steps, including rolled-back ones, as torch's profiler counts them."""
+    Args:
+        excluded: context manager for work after a step that does not count as training.
+    """
+
+    def __init__(
+        self,
+        config: Profiling,
+        run_directory: RunDirectory,
+        rank: int,
+        *,
+        device: torch.device,
+        start_step: int = 0,
+        excluded: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.config = config
+        self.folder = run_directory.path
+        self.rank = rank
         self.excluded = excluded
-        self.on_step: list[Callable[[], None]] = []
-        self.is_slow: list[Callable[[int], bool]] = []
+        self.last_step = start_step
+        self.counted_step = start_step
+        """As torch's profiler counts, which does not return after a rollback."""
+        self.trace: profile | None = None
+        if config.enable_profiling:
+            # A trace covers one step, so clearing the events of the previous one is intended.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            is_cuda = device.type == "cuda"
+            self.trace = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
+                schedule=lambda count: self._action(start_step + 1 + count),
+                on_trace_ready=self._save_trace,
+                record_shapes=True,
+            )
+            self.trace.start()
+        if config.enable_memory_snapshot:
+            # Otherwise each dump would look up the names of all C++ frames, which is slow.
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS, stacks="python")
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self.snapshot(f"step_{self.last_step + 1:08d}_oom")
+        if self.trace is not None:
+            self.trace.on_trace_ready = None  # an unfinished step is not a trace
+            self.trace.stop()
+        if self.config.enable_memory_snapshot:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def step(self, step: int) -> None:
+        """Call it at the end of every training step."""
         assert step == self.last_step + 1, f"step {step} after {self.last_step}"
         self.last_step = step
-        self.num_calls += 1
-        with self.excluded() if any(is_slow(step) for is_slow in self.is_slow) else nullcontext():
-            for call in self.on_step:
-                call()
+        self.counted_step += 1
+        is_snapshot_due = self.config.enable_memory_snapshot and step % self.config.profile_freq == 0
+        with self.excluded() if is_snapshot_due or self._tracer_changes() else nullcontext():
+            if self.trace is not None:
+                self.trace.step()
+            if is_snapshot_due:
+                self.snapshot(f"step_{step:08d}")
 
     def return_to(self, step: int) -> None:
         """Return to `step` after a rollback: later steps run again."""
         self.last_step = step
 
+    def snapshot(self, name: str) -> None:
+        """Write a memory snapshot, if they are enabled."""
+        if self.config.enable_memory_snapshot:
+            path = self.folder / self.config.save_memory_snapshot_folder / name / f"rank{self.rank}.pickle"
+            _write(path, torch.cuda.memory._dump_snapshot)
 
-@contextmanager
-def profiling(
-    config: Profiling,
-    run_directory: RunDirectory,
-    rank: int,
-    *,
-    device: torch.device,
-    start_step: int = 0,
-    excluded: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Iterator[Profiler]:
-    """Profile the steps in the body according to `config`; every rank writes separate files.
+    def _action(self, step: int) -> ProfilerAction:
+        """Of torch's profiler in training step `step`, counted from 1."""
+        until_traced = -step % self.config.profile_freq
+        if until_traced == 0:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.WARMUP if until_traced <= _WARMUP_STEPS else ProfilerAction.NONE
 
-    Args:
-        excluded: context manager for work after a step that does not count as training.
-    """
-    check_profiling(config, device)
-    profiler = Profiler(start_step, excluded)
-    with ExitStack() as stack:
-        if config.enable_profiling:
-            folder = run_directory.folder(config.save_traces_folder)
-            stack.enter_context(_traces(profiler, folder, rank, device, config.profile_freq))
-        if config.enable_memory_snapshot:
-            folder = run_directory.folder(config.save_memory_snapshot_folder)
-            stack.enter_context(_memory_snapshots(profiler, folder, rank, config.profile_freq))
-        yield profiler
+    def _tracer_changes(self) -> bool:
+        """Whether the tracer starts, stops or writes after the step that was counted last."""
+        action = self._action(self.counted_step)
+        is_change = action == ProfilerAction.RECORD_AND_SAVE or action != self._action(self.counted_step + 1)
+        return self.trace is not None and is_change
 
-
-def trace_action(step: int, profile_freq: int) -> ProfilerAction:
-    """Action of the profiler during training step `step`, counted from 1."""
-    until_traced = -step % profile_freq
-    if until_traced == 0:
-        return ProfilerAction.RECORD_AND_SAVE
-    return ProfilerAction.WARMUP if until_traced <= _WARMUP_STEPS else ProfilerAction.NONE
-
-
-def _changes_after(step: int, profile_freq: int) -> bool:
-    """Whether the tracer starts, stops or writes after `step`."""
-    action = trace_action(step, profile_freq)
-    return action == ProfilerAction.RECORD_AND_SAVE or action != trace_action(step + 1, profile_freq)
-
-
-@contextmanager
-def _traces(profiler: Profiler, folder: Path, rank: int, device: torch.device, profile_freq: int) -> Iterator[None]:
-    def save(trace: profile) -> None:
-        _write(folder / _step_name(profiler.last_step) / f"rank{rank}.json", trace.export_chrome_trace)
-
-    # A trace covers one step, so clearing the events of the previous one is intended.
-    warnings.filterwarnings("ignore", message=".*Profiler clears events")
-    first = profiler.last_step + 1
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    trace = profile(
-        activities=activities,
-        schedule=lambda count: trace_action(first + count, profile_freq),
-        on_trace_ready=save,
-        record_shapes=True,
-    )
-    trace.start()
-    profiler.on_step.append(trace.step)
-    profiler.is_slow.append(lambda _: _changes_after(first + profiler.num_calls - 1, profile_freq))
-    try:
-        yield
-    finally:
-        trace.on_trace_ready = None  # an unfinished step is not a trace
-        trace.stop()
-
-
-@contextmanager
-def _memory_snapshots(profiler: Profiler, folder: Path, rank: int, profile_freq: int) -> Iterator[None]:
-    dump = torch.cuda.memory._dump_snapshot
-
-    def is_due(step: int) -> bool:
-        return step % profile_freq == 0
-
-    def save() -> None:
-        if is_due(profiler.last_step):
-            _write(folder / _step_name(profiler.last_step) / f"rank{rank}.pickle", dump)
-
-    # Otherwise each dump would look up the names of all C++ frames, which is slow.
-    torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS, stacks="python")
-    profiler.on_step.append(save)
-    profiler.is_slow.append(is_due)
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        _write(folder / f"{_step_name(profiler.last_step + 1)}_oom" / f"rank{rank}.pickle", dump)
-        raise
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _step_name(step: int) -> str:
-    return f"step_{step:08d}"
+    def _save_trace(self, trace: profile) -> None:
+        folder = self.folder / self.config.save_traces_folder / f"step_{self.last_step:08d}"
+        _write(folder / f"rank{self.rank}.json", trace.export_chrome_trace)
 
 
 def _write(path: Path, save: Callable[[str], object]) -> None:

@@ -1,43 +1,102 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""TensorBoard and W&B, opened so that a resumed run continues its curves."""
+"""TensorBoard and W&B behind one interface, opened so that a resumed run continues its curves."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib import import_module
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
+
+from torchditan.config.errors import option_error
 from torchditan.config.options import Metrics
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_config
 
 
-def open_tensorboard(folder: Path, start_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
+def check_trackers(config: Metrics) -> None:
+    """Raise ConfigError if a requested TensorBoard or W&B is not installed."""
+    trackers = {"tensorboard": ("torch.utils.tensorboard", config.enable_tensorboard)}
+    for package, (module, is_enabled) in {**trackers, "wandb": ("wandb", config.enable_wandb)}.items():
+        try:
+            if is_enabled:
+                import_module(module)
+        except ImportError:
+            right = f"needs the {package} package: pip install {package}"
+            raise option_error(f"metrics.enable_{package}", True, right) from None
 
-    # Hide events of a killed run after its last checkpoint, or all of them without one: those steps run again.
-    return SummaryWriter(str(folder), purge_step=start_step + 1)
+
+class TensorBoard:
+    """Event files. Its methods raise OSError if the disk is full."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        self.folder = folder
+        self._open(start_step)
+
+    def _open(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Hide events of a killed run after its last checkpoint, or all of them without one: those steps run again.
+        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
+
+    def log(self, numbers: Mapping[str, float], step: int, *, legacy: Mapping[str, float]) -> None:
+        for key, value in {**numbers, **legacy}.items():
+            self._writer.add_scalar(key, value, step)
+
+    def log_image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._writer.add_image(name, pixels, step, dataformats="HWC")
+
+    def roll_back(self, step: int) -> None:
+        self._writer.close()
+        self._open(step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
-def open_wandb(config: Metrics, run_directory: RunDirectory) -> Any:
-    wandb: Any = import_module("wandb")
-    stored = read_config(run_directory.path)
-    run = wandb.init(
-        project=config.wandb_project,
-        name=run_directory.path.name,
-        id=stored["run_id"],  # a resumed run continues its curves
-        resume="allow",
-        dir=str(run_directory.path),
-        config=stored["config"],
-        mode=None if os.environ.get("WANDB_MODE") or _has_wandb_login() else "offline",
-        settings=wandb.Settings(console="off"),  # it would record the progress bar
-    )
-    # Steps repeat after a resume, which is allowed for a plain metric.
-    run.define_metric("*", step_metric="step")
-    return run
+class WandB:
+    """A run of W&B: offline without a login."""
+
+    def __init__(self, config: Metrics, run_directory: RunDirectory) -> None:
+        self._wandb: Any = import_module("wandb")
+        stored = read_config(run_directory.path)
+        run = self._wandb.init(
+            project=config.wandb_project,
+            name=run_directory.path.name,
+            id=stored["run_id"],  # a resumed run continues its curves
+            resume="allow",
+            dir=str(run_directory.path),
+            config=stored["config"],
+            mode=None if os.environ.get("WANDB_MODE") or _has_wandb_login() else "offline",
+            settings=self._wandb.Settings(console="off"),  # it would record the progress bar
+        )
+        # Steps repeat after a resume, which is allowed for a plain metric.
+        run.define_metric("*", step_metric="step")
+        self._run = run
+
+    def log(self, numbers: Mapping[str, float], step: int, *, legacy: Mapping[str, float]) -> None:
+        """The `legacy` tags are of TensorBoard only."""
+        self._run.log({**numbers, "step": step})
+
+    def log_image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._run.log({name: self._wandb.Image(pixels), "step": step})
+
+    def roll_back(self, step: int) -> None:
+        """Records of repeated steps follow the earlier ones."""
+
+    def flush(self) -> None:
+        """W&B writes by itself."""
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def _has_wandb_login() -> bool:

@@ -59,7 +59,7 @@ class Supervision:
             return
         from torchditan.supervision.watchdog import RankWatch
 
-        folder = self.run_directory.folder("flight_recorder")
+        folder = self.run_directory.path / "flight_recorder"
         self.watch = RankWatch(self.rank, timeout_seconds=timeout_seconds, on_lost=self.record_lost, folder=folder)
         self._closing.callback(self.watch.close)
 

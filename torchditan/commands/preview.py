@@ -53,8 +53,7 @@ def preview(config: Config) -> list[str]:
         samples.append(_fit(stills(sample[None, None])[0, 0]))
         names = dataset.class_names
         labels.append(item["caption"] if "caption" in item else names[int(item["class_label"])] if names else "")
-    assert config.metrics.experiment_name is not None
-    path = run_path(config.job.dump_folder, config.metrics.experiment_name) / "preview.png"
+    path = run_path(config) / "preview.png"
     title = f"{config.metrics.experiment_name}: samples of {dataset.name}"
     save_grid(path, torch.stack(samples)[:, None], None, labels, title=title, scale=1, heading="as trained on")
     return [*lines, f"{len(samples)} samples: {path}; nothing was trained"]

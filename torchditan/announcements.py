@@ -6,94 +6,76 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect
+from torchditan.data_stream.order import BatchPlan
 from torchditan.distributed.cpu_threads import changed_threads
 from torchditan.distributed.parallelize import compile_advice
 from torchditan.distributed.precision import precision_advice
-from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.validation import BIN_KEYS
-from torchditan.job.complete import describe_batches
 from torchditan.job.description import describe_data, describe_memory
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
+from torchditan.periodic_tasks import PeriodicTasks
 from torchditan.registry import FAMILIES
 from torchditan.run.metrics import CONSOLE_COLUMNS
-from torchditan.run.training_progress import Progress
 
 _NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
 
 
-def opening(
-    job: Job,
-    model: nn.Module,
-    progress: Progress,
-    grids: Grids,
-    *,
-    float8_layers: str | None,
-    initial_weights: str | None,
-) -> list[str]:
+def opening(job: Job, tasks: PeriodicTasks, *, notes: list[str]) -> list[str]:
     """Messages before the first step.
 
     Args:
-        progress: position of the run, which may come from a checkpoint.
-        float8_layers: the layers that compute in float8; None in other precisions.
-        initial_weights: source of the initial weights; None for random or published weights, or a resumed run.
+        tasks: with the model, and the position of the run, which may come from a checkpoint.
+        notes: messages about parts that were built.
     """
-    config = job.config
+    config, step = job.config, tasks.progress.step
     advice = compile_advice(
         compiles=config.training.compile,
         checkpoints=config.activation_checkpoint.mode != "none" and config.compile.backend == "inductor",
         float8=config.float8.enable_float8_linear,
         device=job.device,
     )
-    precision = None if progress.step else precision_advice(config.training.mixed_precision_param, job.device)
-    threads = None
-    if progress.step and job.stored is not None and job.device.type == "cpu":
-        threads = changed_threads(job.stored.cpu_threads)
-    weights = None if initial_weights is None else f"started from the {initial_weights}"
-    scores = None
+    messages = [_describe_run(job, tasks.model, step), *notes, advice]
+    if not step:
+        messages.append(precision_advice(config.training.mixed_precision_param, job.device))
+    elif job.stored is not None and job.device.type == "cpu":
+        messages.append(changed_threads(job.stored.cpu_threads))
+    if step >= config.training.steps:
+        again = "to train again, name a new run with --metrics.experiment_name"
+        messages.append(f"step {step} is already done: nothing is left to train; {again}")
+    elif not (config.checkpoint.enable_checkpoint or config.checkpoint.save_final):
+        keep = "--checkpoint.save_final keeps those of the last step"
+        messages.append(f"this run keeps no weights: {_NOT_SAVED}. {keep}")
     if config.metrics.enable_sampling:
-        scores = grids.why_no_scores(job.run_directory.sample_path(0).parent, is_resumed=progress.step > 0)
-    decoder = job.space.missing_decoder
-    has_channels = config.metrics.enable_sampling and decoder is not None
-    pictures = f"grids show latent channels, not pictures: {decoder}" if has_channels else None
-    messages = (
-        _describe_run(job, model, progress),
-        float8_layers,
-        advice,
-        precision,
-        threads,
-        weights,
-        _what_is_left(config, progress),
-        scores,
-        pictures,
-        *_options_without_effect(config, job.device.type),
-    )
+        folder = job.run_directory.sample_path(0).parent
+        messages.append(tasks.grids.why_no_scores(folder, is_resumed=step > 0))
+        if (decoder := job.space.missing_decoder) is not None:
+            messages.append(f"grids show latent channels, not pictures: {decoder}")
+    messages += _options_without_effect(config, job.device.type)
     return [message for message in messages if message is not None]
 
 
-def closing(
-    job: Job, grids: Grids, *, last_grid: Path | None, last_validation: dict[str, float], weights: Path | None
-) -> list[str]:
+def closing(job: Job, tasks: PeriodicTasks, *, weights: Path | None) -> list[str]:
     """Messages after the last step, with the last validation losses and the paths of all results.
 
     Args:
-        last_grid: newest grid, if one was drawn.
-        last_validation: result of `validation_losses`; empty without validation.
+        tasks: with the last grid and the last validation.
         weights: checkpoint or file of the last step, if saved.
     """
     messages = []
-    if last_validation:
-        messages.append(_describe_validation(last_validation))
-    if last_grid is not None:
-        beside = "" if grids.shows_prompts else ", generated and real"
-        messages.append(f"samples{beside}: {last_grid}")
+    if losses := tasks.last_validation:
+        bins = [f"{losses[key]:.3f}" if key in losses else "-" for key in BIN_KEYS]  # at most 100 columns
+        by_t = f"; by t, noise to data: {' '.join(bins)}" if losses.keys() & set(BIN_KEYS) else ""
+        messages.append(f"validation loss {losses['validation_loss']:.4f}{by_t}")
+    if tasks.last_grid is not None:
+        beside = "" if tasks.grids.shows_prompts else ", generated and real"
+        messages.append(f"samples{beside}: {tasks.last_grid}")
     messages.append(f"done; all files of this run are in {job.run_directory.path}")
     if weights is None:
         return [*messages, f"no weights were kept: {_NOT_SAVED}"]
@@ -101,6 +83,19 @@ def closing(
     if (command := _command_to_generate(job)) is not None:
         messages.append(f"draw others: {command}")
     return messages
+
+
+def describe_batches(plan: BatchPlan, *, asked: int | str | None = None, context: int = 1) -> str:
+    """`batch_size 8 x 4 micro-batches x 1 rank = global batch 32`, and why it differs from the `asked` batch_size."""
+    micro_batches, ranks, name = plan.num_micro_batches, plan.world_size, "rank" if context == 1 else "group"
+    text = (
+        f"batch_size {plan.batch_size} x {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'} x "
+        f"{ranks} {name}{'' if ranks == 1 else 's'}{f' of {context} ranks' if context > 1 else ''}"
+        f" = global batch {plan.global_batch_size}"
+    )
+    if asked in (None, "auto", plan.batch_size):
+        return text
+    return f"{text} (batch_size {asked} does not divide the {plan.global_batch_size // ranks} of a {name})"
 
 
 def _options_without_effect(config: Config, device: str) -> list[str]:
@@ -113,39 +108,27 @@ def _options_without_effect(config: Config, device: str) -> list[str]:
     return [f"no effect here without {need}: {', '.join(options)}" for need, options in found.items()]
 
 
-def _describe_validation(losses: dict[str, float]) -> str:
-    """One line of at most 100 columns for losses below 100."""
-    text = f"validation loss {losses['validation_loss']:.4f}"
-    bins = [f"{losses[key]:.3f}" if key in losses else "-" for key in BIN_KEYS]
-    return f"{text}; by t, noise to data: {' '.join(bins)}" if losses.keys() & set(BIN_KEYS) else text
-
-
-def _what_is_left(config: Config, progress: Progress) -> str | None:
-    if progress.step >= config.training.steps:
-        again = "to train again, name a new run with --metrics.experiment_name"
-        return f"step {progress.step} is already done: nothing is left to train; {again}"
-    keeps_weights = config.checkpoint.enable_checkpoint or config.checkpoint.save_final
-    if keeps_weights:
-        return None
-    return f"this run keeps no weights: {_NOT_SAVED}. --checkpoint.save_final keeps those of the last step"
-
-
-def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
+def _describe_run(job: Job, model: nn.Module, step: int) -> str:
     config, count = job.config, sum(parameter.numel() for parameter in model.parameters())
-    start = f", resumed at step {progress.step}" if progress.step else ""
+    start = f", resumed at step {step}" if step else ""
     stop = "Ctrl-C saves and stops" if config.checkpoint.enable_checkpoint else "Ctrl-C stops without saving"
-    encoded = job.space.sample_shape if job.space.is_encoding else None
     lines = [
         f"{config.metrics.experiment_name}: {_describe_model(job, model)}, {count / 1e6:.2f}M parameters, "
         f"{job.parallel_dims.mode} on {job.device.type}, {config.training.mixed_precision_param}",
-        *describe_data(job.dataset, job.validation_dataset, encoded=encoded),
+        *describe_data(
+            job.dataset,
+            job.validation_dataset,
+            encoded=job.space.sample_shape if job.space.is_encoding else None,
+        ),
         f"{config.training.steps} steps{start}; {stop}",
         describe_batches(job.plan, asked=job.given.training.batch_size, context=job.parallel_dims.context),
     ]
-    if job.rank.rank == 0 and progress.step < config.training.steps:
+    if job.rank.rank == 0 and step < config.training.steps:
         lines += describe_memory(config, device=job.device, num_devices=job.rank.world_size)
-    wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)
-    return "\n".join(wrap(line, break_on_hyphens=False) for line in lines)
+    wrapper = textwrap.TextWrapper(
+        CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in lines)
 
 
 def _describe_model(job: Job, model: nn.Module) -> str:
