@@ -32,8 +32,9 @@ from torchditan.latents.shards import LatentShards
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
 from torchditan.weights import shared
-from torchditan.weights.exported import export_weights
+from torchditan.weights.exporting import save_weights
 from torchditan.weights.model_card import Facts, Statements, escape, model_card
+from torchditan.weights.opening import open_weights
 from torchditan.weights.share import share_model
 from torchditan.weights.shared import is_shared, open_shared
 from torchditan.weights.shared_config import SHARED, shared_config
@@ -95,7 +96,7 @@ def test_the_folder_has_weights_configuration_card_and_picture(digits: Path, run
         "model.safetensors",
         "samples.png",
     ]
-    export_weights(run, tmp_path / "exported.safetensors")
+    save_weights(tmp_path / "exported.safetensors", open_weights(run), dtype=torch.float32)
     ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "exported.safetensors")
     assert ours.keys() == exported.keys() and all(torch.equal(ours[name], exported[name]) for name in ours)
     content = json.loads((digits / "config.json").read_bytes())
@@ -384,7 +385,14 @@ def test_mistakes_in_sharing_are_one_line(run: Path, tmp_path: Path, run_script:
     assert not (tmp_path / "x").exists()
     assert run_script("torchditan", "share", run, "x", "--without_samples", "--dtype=bfloat16").code == 0
     assert run_script("torchditan", "share", run, "x", "--without_samples", "--overwrite").code == 0
-    assert "is shared already" in refused(run_script("torchditan", "share", "x", "y"))
+
+
+def test_a_shared_model_is_shared_again_as_it_is(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
+    assert run_script("torchditan", "share", digits, "again", "--without_samples").code == 0
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (digits, tmp_path / "again"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    there, again = (json.loads((folder / "config.json").read_text()) for folder in (digits, tmp_path / "again"))
+    assert all(again[name] == there[name] for name in ("step", "images_seen", "weights", "class_names", "git_commit"))
 
 
 def test_shared_latents_have_no_paths(tmp_path: Path, run_script: RunScript) -> None:

@@ -23,10 +23,10 @@ from torchditan.config.loader import build_config, override, to_dict
 from torchditan.config.options import Autoencoder, Config
 from torchditan.latents.latent_space import complete_from_autoencoder
 from torchditan.registry import FORMATS, registered
-from torchditan.weights.exported import Kind, StoredWeights
 from torchditan.weights.formats import Converted, Given
 from torchditan.weights.formats.foreign_files import ForeignWeights, read_foreign_weights
 from torchditan.weights.importing import create_run, refuse_existing, refuse_sources_inside
+from torchditan.weights.opening import Kind, Weights
 
 CONTINUE_FILE = "continue.toml"
 _LABELS = "y_embedder.embedding_table.weight"
@@ -89,17 +89,18 @@ def import_format(
     _refuse_bad_values(path, converted)
     config = _config_of(converted, foreign, run, flags)
     refuse_sources_inside(run, path, config)
-    stored = StoredWeights(
+    opened = Weights(
         path=path,
         shapes={name: tuple(tensor.shape) for name, tensor in converted.tensors.items()},
+        tensor=converted.tensors.__getitem__,
         config=to_dict(config),
         step=0,
         images_seen=0,
-        weights=foreign.kind,
+        kind=foreign.kind,
     )
     origin = {"format": format, "converted": converted.notes}
     files = {CONTINUE_FILE: continue_toml(config, run)}
-    create_run(run, stored, config, converted.tensors, origin=origin, files=files)
+    create_run(run, opened, config, origin=origin, files=files)
     count = sum(tensor.numel() for tensor in converted.tensors.values())
     return ImportedFormat(foreign.kind, count, (*converted.notes, _describe_data(config)), config)
 

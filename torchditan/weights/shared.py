@@ -17,7 +17,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.hub import download_folder, is_on_hub, split_place
-from torchditan.run.reading import check_folder
+from torchditan.run.reading import check_folder, similar_folder
 
 LIBRARY = "torchditan"
 FORMAT_VERSION = 1
@@ -57,6 +57,22 @@ def is_shared(place: str | os.PathLike[str]) -> bool:
 def shipped_models() -> list[str]:
     """Names of the models that ship with the package."""
     return sorted(file.parent.name for file in SHIPPED.glob(f"*/{CONFIG_FILE}"))
+
+
+def check_address(place: str | os.PathLike[str]) -> None:
+    """Refuse an address of `open_weights` where nothing is; a command calls it before it imports torch.
+
+    Raises:
+        ConfigError: there is no such path, and it is no shared model.
+    """
+    path = Path(place)
+    if not path.exists() and not is_shared(place):
+        shipped = f", or one of the shipped models {', '.join(shipped_models())}" if shipped_models() else ""
+        right = (
+            "a run directory or a checkpoint in one, a .safetensors file, a shared folder, hub:owner/name"
+            f"{shipped}{similar_folder(path, mark=CONFIG_FILE)}"
+        )
+        raise ConfigError(f"{path} does not exist; must be {right}")
 
 
 def open_shared(place: str | os.PathLike[str]) -> SharedModel:
