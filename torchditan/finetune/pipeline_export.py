@@ -23,9 +23,9 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.finetune.published import PublishedModel, family
-from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.models.saved_weights import saved_weights
 from torchditan.run.atomic_files import new_folder
+from torchditan.run.hub import fetch, is_hub_name
 from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
 from torchditan.weights.opening import Weights
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights

@@ -40,13 +40,12 @@ from torchditan.finetune.published.stored_weights import (
     HOW_TO_GET,
     PublishedWeights,
     check_names,
-    fetch,
     find_lora,
     find_published,
-    is_hub_name,
 )
 from torchditan.models.spec import ModelSpec, TextEmbeddings
 from torchditan.registry import FAMILIES, registered
+from torchditan.run.hub import fetch, is_hub_name
 
 
 def family(name: str) -> type[PublishedModel]:
