@@ -256,6 +256,7 @@ def test_an_argument_of_sample_that_cannot_be_is_one_line(
         ({"options": {"guidance_scale": 2}}, "guidance_scale", ["sampling.guidance_scale?"]),
         ({"options": {"training.steps": 2}}, "training.steps", ["sampling", "autoencoder", "model.path"]),
         ({"options": {"sampling.num_steps": 0}}, "sampling.num_steps = 0", ["1"]),
+        ({"options": {"autoencoder.path": "gone"}}, 'autoencoder.path = "gone"', ["pixels"]),
     ],
 )
 def test_an_argument_of_load_that_cannot_be_is_one_line(
