@@ -150,7 +150,7 @@ def main() -> None:
         print(f"note: the picture shows latent channels: {trained.missing_decoder}", file=sys.stderr)
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
-        trained.drop_lora()
+        trained.turn_off_adapter()
     if args.original:
         trained.check_original()
     with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):

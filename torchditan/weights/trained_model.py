@@ -28,15 +28,14 @@ from torchditan.evaluation.metric import ToPixels
 from torchditan.evaluation.reconstruction import to_8_bit
 from torchditan.evaluation.sampler import Sampler, SampleRows
 from torchditan.finetune.captions.dataset import encode_prompts
-from torchditan.finetune.lora import set_active_adapters
-from torchditan.finetune.published import PublishedModel
 from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import StoredLatents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
+from torchditan.registry import FAMILIES
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.opening import Kind, open_weights
-from torchditan.weights.shared import is_shared
+from torchditan.weights.shared import check_address
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -123,18 +122,15 @@ class TrainedModel:
         spec = stored_spec(config)
         assert opened.step is not None and opened.images_seen is not None and opened.kind is not None
         assert config.dataset.num_classes is not None
-        only_trained = config.lora.rank > 0
+        only_trained = spec.turn_off_adapter is not None
         with torch.device("meta"):
             model = spec.build()
         opened.check(model, only_trained=only_trained)
         model.to_empty(device=device)
-        if only_trained:
-            cast(Any, model).init_weights(config.training.seed)
-        elif isinstance(model, PublishedModel):  # weights that are not stored
-            model.fill_buffers()
+        spec.init_unsaved(model, config.training.seed)
         opened.fill(model, only_trained=only_trained)
         if dtype is None:
-            is_half = isinstance(model, PublishedModel) and config.training.mixed_precision_param != "float32"
+            is_half = config.model.name in FAMILIES and config.training.mixed_precision_param != "float32"
             dtype = torch.bfloat16 if is_half else torch.float32
         own = {"config": opened.config, "git_commit": opened.git_commit, "run_id": opened.run_id}
         return cls(
@@ -317,15 +313,15 @@ class TrainedModel:
         """Draws with the run's `[sampling]` options."""
         return Sampler(self.spec, self.objective, self.config.sampling, self.device)
 
-    def drop_lora(self) -> None:
+    def turn_off_adapter(self) -> None:
         """Restore the published model without the LoRA.
 
         Raises:
             ConfigError: this run trained no LoRA.
         """
-        if not self.config.lora.rank:
+        if self.spec.turn_off_adapter is None:
             raise option_error("--without_lora", True, "this run trained all weights; must be --original")
-        set_active_adapters(self.model, [])
+        self.spec.turn_off_adapter(self.model)
 
     def check_original(self) -> None:
         """Refuse a run without original weights, before sampling.
@@ -333,11 +329,13 @@ class TrainedModel:
         Raises:
             ConfigError: it started from random weights, or its initial weights no longer exist.
         """
-        given = self.config.checkpoint.initial_load_path
-        if self.config.model.path is None and (given is None or self.config.lora.rank):
+        if self.config.model.path is None and self._initial_weights is None:
             raise option_error("--original", True, "this run started from random weights; leave it out")
-        if given is not None and not self.config.lora.rank and not Path(given).exists() and not is_shared(given):
-            raise option_error("--original", True, f"the run started from {given}, which does not exist; leave it out")
+        if self._initial_weights is not None:
+            try:
+                check_address(self._initial_weights)
+            except ConfigError as error:
+                raise option_error("--original", True, f"{error}; leave it out") from None
 
     def restore_original(self) -> str:
         """Restore, in place, the model that the run started from: without its LoRA, or with its initial weights.
@@ -348,14 +346,18 @@ class TrainedModel:
         Raises:
             ConfigError: the weights no longer exist.
         """
-        if self.config.lora.rank:
-            self.drop_lora()
-            return f"weights of {self.config.model.path}"
-        given = self.config.checkpoint.initial_load_path
-        if given is None:
+        if self._initial_weights is not None:
+            return load_initial_weights(self.model, self._initial_weights, config=self.config)
+        if self.spec.turn_off_adapter is not None:
+            self.turn_off_adapter()
+        else:
             cast(Any, self.model).init_weights(self.config.training.seed)
-            return f"weights of {self.config.model.path}"
-        return load_initial_weights(self.model, given, config=self.config)
+        return f"weights of {self.config.model.path}"
+
+    @property
+    def _initial_weights(self) -> str | None:
+        """Address of the whole weights that the run started from, instead of published ones or random numbers."""
+        return self.config.checkpoint.initial_load_path if self.spec.turn_off_adapter is None else None
 
     @property
     def objective(self) -> Objective:
