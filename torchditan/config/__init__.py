@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Options (options.py), their rules (rules.py), TOML files and flags (loader.py), legacy keys, the trajectory.
 
-May import: registry, run.
+May import: registry.
 """
 
 from torchditan.config.errors import ConfigError
