@@ -252,7 +252,8 @@ def test_another_autoencoder_may_replace_that_of_the_pipeline(copied: Path, tmp_
         TrainedModel.open(tmp_path / "latents", device="cpu").open_decoder()
     flags = ["--autoencoder.name=diffusers", f"--autoencoder.path={elsewhere}"]
     assert (
-        import_format(copied, tmp_path / "run", format="diffusers", flags=flags).config.autoencoder.scale == [0.5] * 4
+        import_format(copied, tmp_path / "run", format="diffusers", flags=flags)[0].checked_config().autoencoder.scale
+        == [0.5] * 4
     )
 
 

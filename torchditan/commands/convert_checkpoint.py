@@ -160,23 +160,23 @@ def import_file(argv: list[str]) -> None:
 
     start = time.perf_counter()
     with report_progress(f"importing {path}"):
-        imported = import_format(
+        weights, notes = import_format(
             path,
             run,
             format=arguments.format,
-            weights=arguments.weights,
+            kind=arguments.weights,
             given=Given(**{name: getattr(arguments, name) for name in GIVEN}),
             num_classes=arguments.num_classes,
             flags=flags,
             overwrite=overwrite,
         )
     print(
-        f"{run}: {imported.weights} weights of {path}, {imported.num_parameters / 1e6:,.1f}M parameters in "
+        f"{run}: {weights.kind} weights of {path}, {weights.num_values / 1e6:,.1f}M parameters in "
         f"{time.perf_counter() - start:.1f} s"
     )
-    for note in imported.notes:
+    for note in notes:
         print(f"- {note}")
-    dataset = imported.config.dataset
+    dataset = weights.checked_config().dataset
     needs_images = dataset.root_dir is None and dataset.dataset_name in ("folder", "imagenet")
     images = " --dataset.root_dir IMAGES" if needs_images else ""
     print(f"generate: torchditan generate {shlex.quote(str(run))}")

@@ -12,6 +12,7 @@ Notable:
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -84,6 +85,10 @@ class Weights:
     """Of the file, the folder, the repository or the shipped model."""
     digest: str | None = None
     """SHA-256 of the file, if it was checked."""
+
+    @property
+    def num_values(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @cached_property
     def run_id(self) -> str | None:

@@ -37,6 +37,7 @@ from torchditan.weights.shared import (
     LIBRARY,
     WEIGHTS_FILE,
     is_shared,
+    refuse_existing,
 )
 from torchditan.weights.shared_config import SHARED, shared_config, shared_hardware, shipped_configuration
 from torchditan.weights.trained_model import TrainedModel
@@ -86,7 +87,7 @@ def share_model(
         ConfigError: the weights do not exist or belong to a LoRA, the autoencoder is missing, or `folder` exists or
             cannot be written.
     """
-    refuse_existing(folder, overwrite=overwrite)
+    refuse_existing(folder, overwrite=overwrite, is_ours=is_shared)
     weights = open_model(source, step=step, kind=kind)
     assert weights.config is not None
     run, content = weights.run, weights.content
@@ -135,18 +136,6 @@ def share_model(
         )
         write_file(new / CARD_OF_MODEL, model_card(facts, statements).encode())
     return Shared(weights, notes)
-
-
-def refuse_existing(folder: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a folder; a shared one may be replaced with `overwrite`."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(f"{folder} is not a folder; choose another name")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
-    if not is_shared(folder):
-        raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
 
 
 def _manifest(public: Weights, content: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,18 @@ def open_shared(place: str | os.PathLike[str]) -> SharedModel:
         return _check(SHIPPED / text, shown=text, name=text)
     check_folder(Path(text), mark=CONFIG_FILE, what="a shared model")
     return _check(Path(text), shown=text, name=Path(text).resolve().name)
+
+
+def refuse_existing(folder: Path, *, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
+    """Refuse to replace a folder by a shared one, unless it is a shared one and `overwrite` is set."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"{folder} is not a folder; choose another name")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
+    if not is_ours(folder):
+        raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
 
 
 def _check(folder: Path, *, shown: str, name: str) -> SharedModel:
