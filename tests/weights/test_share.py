@@ -387,12 +387,24 @@ def test_mistakes_in_sharing_are_one_line(run: Path, tmp_path: Path, run_script:
     assert run_script("torchditan", "share", run, "x", "--without_samples", "--overwrite").code == 0
 
 
-def test_a_shared_model_is_shared_again_as_it_is(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
-    assert run_script("torchditan", "share", digits, "again", "--without_samples").code == 0
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "checkpoint alone", "file", "shared folder"])
+def test_every_address_is_loaded_shared_and_trained_from(
+    kind: str, digits: Path, run: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    places = {"run": run, "checkpoint": run / "hidden-checkpoints/step-00000002", "shared folder": digits}
+    places["checkpoint alone"] = Path(shutil.copytree(places["checkpoint"], tmp_path / "alone/step-00000002"))
+    places["file"] = tmp_path / "weights.safetensors"
+    save_weights(places["file"], open_weights(run), dtype=torch.float32)
+    found, expected = open_weights(places[kind]), open_weights(run)
+    assert (found.step, found.images_seen, found.kind) == (2, 16, "ema")
+    assert found.shapes == expected.shapes
+    assert torch.equal(load(places[kind]).sample(classes=[3]), load(run).sample(classes=[3]))
+    share_model(places[kind], tmp_path / "again", statements=Statements(), with_samples=False)
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (digits, tmp_path / "again"))
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-    there, again = (json.loads((folder / "config.json").read_text()) for folder in (digits, tmp_path / "again"))
-    assert all(again[name] == there[name] for name in ("step", "images_seen", "weights", "class_names", "git_commit"))
+    assert not any(word in path.read_bytes() for word in HIDDEN for path in (tmp_path / "again").iterdir())
+    begun = tiny_runs.job(tmp_path / "new", "--training.steps=1", f"--checkpoint.initial_load_path={places[kind]}")
+    assert f"weights of {places[kind]}, step 2 (ema)" in run_script("train.py", *begun).out
 
 
 def test_shared_latents_have_no_paths(tmp_path: Path, run_script: RunScript) -> None:
