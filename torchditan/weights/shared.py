@@ -18,7 +18,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.hub import download_folder, is_on_hub, split_place
-from torchditan.run.reading import check_folder, similar_folder
+from torchditan.run.reading import similar_folder
 
 LIBRARY = "torchditan"
 FORMAT_VERSION = 1
@@ -89,7 +89,6 @@ def open_shared(place: str | os.PathLike[str]) -> SharedModel:
         return _check(folder, shown=text, name=split_place(text)[0].split("/")[1])
     if not Path(text).exists() and text in shipped_models():
         return _check(SHIPPED / text, shown=text, name=text)
-    check_folder(Path(text), mark=CONFIG_FILE, what="a shared model")
     return _check(Path(text), shown=text, name=Path(text).resolve().name)
 
 
