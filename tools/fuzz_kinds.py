@@ -49,12 +49,13 @@ from torchditan.finetune.published import build_published_spec
 from torchditan.report.grid_page import analyse, write_report
 from torchditan.report.run_page import write_comparison, write_run_page
 from torchditan.run.atomic_files import sha256_of
-from torchditan.weights.exported import export_weights
+from torchditan.weights.exporting import save_weights
 from torchditan.weights.formats import Given
 from torchditan.weights.imported_format import import_format
 from torchditan.weights.importing import import_weights
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.model_card import Statements
+from torchditan.weights.opening import open_weights
 from torchditan.weights.share import share_model
 from torchditan.weights.shared import is_shared
 from torchditan.weights.trained_model import TrainedModel
@@ -90,7 +91,7 @@ def _use(trained: TrainedModel) -> None:
 
 
 def _make_safetensors(folder: Path) -> None:
-    export_weights(tiny_run(), folder / "model.safetensors")
+    save_weights(folder / "model.safetensors", open_weights(tiny_run()), dtype=torch.float32)
 
 
 def _open_safetensors() -> None:

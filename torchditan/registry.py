@@ -98,9 +98,9 @@ INITIAL_IDENTITY = "torchditan.weights.initial:identity_of"
 EVALUATION = "torchditan.evaluation.during_training:TrainingEvaluation"
 """What measures samples during training, for `evaluation.freq`."""
 
-EXPORT_WEIGHTS = "torchditan.weights.exported:export_model"
-LOAD_WEIGHTS = "torchditan.weights.initial:load_weights_file"
-"""The functions that write and read the final weights of a run without checkpoints (`checkpoint.save_final`)."""
+EXPORT_WEIGHTS = "torchditan.weights.exporting:export_model"
+OPEN_WEIGHTS = "torchditan.weights.opening:open_weights_file"
+"""The functions that write and open the final weights of a run without checkpoints (`checkpoint.save_final`)."""
 
 BLOCKS = Registry(
     "torchditan.blocks",

@@ -13,8 +13,7 @@ import torch
 from refusals import assert_refused, refused
 
 from torchditan.checkpoint.files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
-from torchditan.checkpoint.loading import read_state
-from torchditan.checkpoint.trained_weights import find_checkpoint
+from torchditan.checkpoint.loading import find_checkpoint, read_state
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:

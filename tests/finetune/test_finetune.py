@@ -102,7 +102,7 @@ def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(pipelin
 
     import diffusers
 
-    trained = TrainedModel.load(tmp_path / "out/run", device=CPU)
+    trained = TrainedModel.open(tmp_path / "out/run", device=CPU)
     rows = trained.encode_prompts(["a red ball"])
     ours = trained.generate_rows(rows, samples_per_row=1, seed=0, batch_size=1)[0]
     pipeline = diffusers.DiffusionPipeline.from_pretrained(pipelines["flux"])
@@ -256,10 +256,10 @@ def test_the_original_is_drawn_next_to_its_fine_tune(kind, pipelines, run_script
     assert "next to the original's, PSNR " in outcome.out and ", SSIM " in outcome.out
     assert drawn.is_file()
 
-    trained = TrainedModel.load(out / "run", device=CPU)
+    trained = TrainedModel.open(out / "run", device=CPU)
     rows = trained.encode_prompts(["a red ball"])
     trained.restore_original()
-    original = TrainedModel.load(tmp_path / "first/run" if kind == "continued" else out / "run", device=CPU)
+    original = TrainedModel.open(tmp_path / "first/run" if kind == "continued" else out / "run", device=CPU)
     if kind != "continued":
         import diffusers
 
@@ -378,7 +378,7 @@ def test_a_video_model_trained_in_full_is_sampled_with_its_tables_of_positions(r
     options = {"dataset.image_size": 32, "dataset.num_frames": 5, "text_encoder.max_length": "none"}
     found = flags("wan", pipeline, tmp_path / "videos", tmp_path / "out", **options, **{"training.batch_size": 1})
     assert run_script("train.py", *found).code == 0
-    model = TrainedModel.load(tmp_path / "out/run", device=CPU).model
+    model = TrainedModel.open(tmp_path / "out/run", device=CPU).model
     expected = tiny_pipelines.transformer("wan")
     for name, buffer in expected.named_buffers():
         assert torch.equal(model.transformer.get_buffer(name), buffer), name

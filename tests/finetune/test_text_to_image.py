@@ -115,7 +115,7 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
         flags.append("--text_encoder.path=none")
     outcome = run_script("train.py", *job(run, balls, flux, *flags, "--metrics.enable_sampling=false"))
     assert outcome.code == 0, outcome.err
-    trained = TrainedModel.load(run, device=torch.device("cpu"))
+    trained = TrainedModel.open(run, device=torch.device("cpu"))
     rows, shares = trained.encode_prompts(PROMPTS), {}
     for guidance_scale in (0.0, 1.0, 3.0):
         trained.config = trained.config.replace({"sampling.guidance_scale": guidance_scale})
@@ -170,7 +170,7 @@ def test_sizes_and_mask_are_those_of_the_encoder_and_a_run_goes_on(
     assert [record["loss"] for record in read_metrics(whole)] == [record["loss"] for record in read_metrics(parts)]
     model = read_config(whole)["config"]["model"]
     assert (model["text_tokens"], model["text_width"], model["pooled_width"]) == (16, 24, None)
-    trained = TrainedModel.load(whole, device=torch.device("cpu"))
+    trained = TrainedModel.open(whole, device=torch.device("cpu"))
     rows = trained.encode_prompts(["a red ball", ""])
     assert rows.tensors["prompt_attention_mask"].sum(1).tolist() == [12, 1]  # letters, and the end of the text
     assert "prompt_attention_mask" in trained.spec.conditioning.tensors
@@ -194,7 +194,7 @@ def test_latents_are_trained_on_and_drawn_as_pictures(
     outcome = run_script("train.py", *job(run, balls, flux, *flags))
     assert outcome.code == 0, outcome.err
     assert (run / "samples" / "step_00000002.png").is_file()
-    trained = TrainedModel.load(run, device=torch.device("cpu"))
+    trained = TrainedModel.open(run, device=torch.device("cpu"))
     assert trained.sample_shape == (16, 4, 4)
     assert trained.spec.config.pooled_width == 16
     samples = trained.generate_rows(trained.encode_prompts(PROMPTS[:1]), samples_per_row=2, seed=0, batch_size=2)

@@ -55,7 +55,7 @@ def job(model: str, run: Path, *flags: str) -> list[str]:
 
 
 def opened(run: Path) -> TrainedModel:
-    return TrainedModel.load(run, device=torch.device("cpu"))
+    return TrainedModel.open(run, device=torch.device("cpu"))
 
 
 def drawn(trained: TrainedModel) -> torch.Tensor:

@@ -24,7 +24,6 @@ OPTIONAL_PARTS = {
     "torchditan.datasets.latents",
     "torchditan.ablation",
     "torchditan.autoencoders",
-    "torchditan.checkpoint.trained_weights",
     "torchditan.distributed.compilation",
     "torchditan.distributed.float32_products",
     "torchditan.distributed.float8",

@@ -322,7 +322,7 @@ def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Pa
 def load(run: Path, weights: str, step: int | None = 20) -> dict[str, torch.Tensor]:
     from torchditan.weights.trained_model import TrainedModel
 
-    return TrainedModel.load(run, step=step, weights=weights, device=torch.device("cpu")).model.state_dict()
+    return TrainedModel.open(run, step=step, weights=weights, device=torch.device("cpu")).model.state_dict()
 
 
 def test_deterministic_mode_trains(one_process: Path, tmp_path: Path, train: Train) -> None:

@@ -259,12 +259,11 @@ ROWS: list[tuple[str, str, list[str]]] = [
     ("train --metrics.experiment_name=list --job.dump_folder=.", "list/config.json", ["configuration"]),
     ("generate list", "list/config.json", ["configuration"]),
     ("generate newer", "training.speed", ["training.seed?"]),
-    ("generate run --autoencoder.path=gone", 'autoencoder.path = "gone"', ["pixels"]),
     ("generate run --out=file/x.png", '--out = "file/x.png"', ["folder"]),
     ("evaluate run --samples_per_class=0", "--samples_per_class", ["0", "1"]),
     ("export run weights.pt", 'OUT = "weights.pt"', [".safetensors"]),
     ("export nothing weights2.safetensors", "nothing", ["config.json"]),
-    ("import gone.safetensors imported", "gone.safetensors", ["No such file or directory"]),
+    ("import gone.safetensors imported", "gone.safetensors", ["run directory", ".safetensors"]),
     ("import weights.safetensors imported", "weights.safetensors", ["safetensors"]),
     ("encode header --verify", "header/train/shard-00000.safetensors", ["sha256"]),
     (

@@ -30,12 +30,12 @@ from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.samplers import guided_prediction
 from torchditan.models import model_spec_of
 from torchditan.models.dit import NORM_EPS
-from torchditan.weights.diffusers_export import export_dit_pipeline, export_to_diffusers
-from torchditan.weights.exported import open_weights
+from torchditan.weights.diffusers_export import export_to_diffusers
 from torchditan.weights.formats import Converted, Given
 from torchditan.weights.formats.diffusers_dit import convert
 from torchditan.weights.formats.foreign_files import read_foreign_weights
 from torchditan.weights.imported_format import import_format
+from torchditan.weights.opening import open_model
 from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:
@@ -249,10 +249,11 @@ def test_another_autoencoder_may_replace_that_of_the_pipeline(copied: Path, tmp_
     (copied / "vae" / WEIGHTS).rename(copied / "vae/diffusion_pytorch_model.bin")
     import_format(copied, tmp_path / "latents", format="diffusers")  # its autoencoder is opened when it is used
     with refused(f'autoencoder.path = "{copied}/vae"', WEIGHTS):
-        TrainedModel.load(tmp_path / "latents", device="cpu").open_decoder()
+        TrainedModel.open(tmp_path / "latents", device="cpu").open_decoder()
     flags = ["--autoencoder.name=diffusers", f"--autoencoder.path={elsewhere}"]
     assert (
-        import_format(copied, tmp_path / "run", format="diffusers", flags=flags).config.autoencoder.scale == [0.5] * 4
+        import_format(copied, tmp_path / "run", format="diffusers", flags=flags)[0].checked_config().autoencoder.scale
+        == [0.5] * 4
     )
 
 
@@ -269,7 +270,7 @@ def test_the_imported_pipeline_generates_with_one_command_each(
 
 def pictures(run: Path, labels: list[int], noise: torch.Tensor, **sampling: Any) -> torch.Tensor:
     """Our sampler and our decoder, from this noise; in [0, 1] as those of diffusers."""
-    trained = TrainedModel.load(run, device="cpu")
+    trained = TrainedModel.open(run, device="cpu")
     options = trained.config.replace({f"sampling.{key}": value for key, value in sampling.items()}).sampling
     predict = guided_prediction(
         trained.model,
@@ -292,7 +293,7 @@ def test_the_exported_pipeline_draws_our_pictures(schedule: str, prediction: str
     scheduler = ddim(**SCHEDULES[schedule], prediction_type=prediction, timestep_spacing=spacing)
     random_pipeline(scheduler).save_pretrained(tmp_path / "theirs")
     import_format(tmp_path / "theirs", tmp_path / "run", format="diffusers")
-    exported = export_to_diffusers(tmp_path / "run", tmp_path / "out", dtype=torch.float32)
+    exported = export_to_diffusers(open_model(tmp_path / "run"), tmp_path / "out", dtype=torch.float32)
     assert (exported.left_out, exported.notes) == (None, ())
     pipe = eval(f"diffusers.{exported.how_to_open}")
     pipe.set_progress_bar_config(disable=True)
@@ -324,9 +325,9 @@ def test_the_exported_scheduler_steps_through_our_levels(
 
 
 def test_the_exported_transformer_predicts_the_same_with_null_class_1000(imported: Path, tmp_path: Path) -> None:
-    export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
+    export_to_diffusers(open_model(imported), tmp_path / "out", dtype=torch.float32)
     theirs = diffusers.DiTPipeline.from_pretrained(tmp_path / "out").transformer
-    trained = TrainedModel.load(imported, device="cpu")
+    trained = TrainedModel.open(imported, device="cpu")
     assert theirs.config.norm_eps == NORM_EPS
     assert difference(theirs, trained.model, null=1000) < 1e-5
     assert difference(theirs, trained.model, null=NULL) > 1e-3
@@ -337,21 +338,21 @@ def test_the_exported_transformer_predicts_the_same_with_null_class_1000(importe
 def test_the_exported_pipeline_knows_the_names_of_the_classes(imported: Path, tmp_path: Path) -> None:
     run = shutil.copytree(imported, tmp_path / "run")
     edit(run / "config.json", {"class_names": [f"kind {label}" for label in range(NULL)]})
-    export_to_diffusers(run, tmp_path / "out", dtype=torch.float32)
+    export_to_diffusers(open_model(run), tmp_path / "out", dtype=torch.float32)
     assert diffusers.DiTPipeline.from_pretrained(tmp_path / "out").get_label_ids(["kind 3"]) == [3]
 
 
 def test_export_then_import_gives_the_same_tensors(imported: Path, tmp_path: Path) -> None:
-    export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
+    export_to_diffusers(open_model(imported), tmp_path / "out", dtype=torch.float32)
     import_format(tmp_path / "out", tmp_path / "again", format="diffusers")
-    first, again = (TrainedModel.load(run, device="cpu") for run in (imported, tmp_path / "again"))
+    first, again = (TrainedModel.open(run, device="cpu") for run in (imported, tmp_path / "again"))
     assert again.num_classes == NULL
     assert_same(again.model.state_dict(), first.model.state_dict())
     sections = [{**to_dict(trained.config), "metrics": None} for trained in (first, again)]
     for section in sections:
         section["autoencoder"] = {**section["autoencoder"], "path": None}
     assert sections[0] == sections[1]
-    export_to_diffusers(tmp_path / "again", tmp_path / "twice", dtype=torch.bfloat16)
+    export_to_diffusers(open_model(tmp_path / "again"), tmp_path / "twice", dtype=torch.bfloat16)
     halves = load_file(tmp_path / "twice/transformer" / WEIGHTS)
     expected = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "out/transformer" / WEIGHTS).items()}
     assert_same(halves, expected)
@@ -384,11 +385,11 @@ def test_export_then_import_gives_the_same_tensors(imported: Path, tmp_path: Pat
 def test_other_options_are_refused_with_the_right_value(
     changed: dict[str, Any], mentions: list[str], imported: Path, tmp_path: Path
 ) -> None:
-    stored, read_one = open_weights(imported)
-    assert stored.config is not None
-    config = to_dict(from_dict(stored.config).replace(changed))
+    weights = open_model(imported)
+    assert weights.config is not None
+    config = to_dict(from_dict(weights.config).replace(changed))
     with pytest.raises(ConfigError) as caught:
-        export_dit_pipeline(replace(stored, config=config), read_one, tmp_path / "out", dtype=torch.float32)
+        export_to_diffusers(replace(weights, config=config), tmp_path / "out", dtype=torch.float32)
     assert_refused(str(caught.value), '--format = "diffusers"', ["DiTPipeline", "torchditan"])
     assert [text for text in mentions if text not in str(caught.value)] == []
     assert list(tmp_path.iterdir()) == []
@@ -407,18 +408,18 @@ def test_other_options_are_refused_with_the_right_value(
 def test_another_decoder_leaves_the_transformer_alone(
     changed: dict[str, Any], why: str, imported: Path, tmp_path: Path
 ) -> None:
-    stored, read_one = open_weights(imported)
-    assert stored.config is not None
-    config = from_dict(stored.config).replace({f"autoencoder.{key}": value for key, value in changed.items()})
+    weights = open_model(imported)
+    assert weights.config is not None
+    config = from_dict(weights.config).replace({f"autoencoder.{key}": value for key, value in changed.items()})
     out = tmp_path / "out"
-    exported = export_dit_pipeline(replace(stored, config=to_dict(config)), read_one, out, dtype=torch.float32)
+    exported = export_to_diffusers(replace(weights, config=to_dict(config)), out, dtype=torch.float32)
     assert exported.left_out is not None and why in exported.left_out
     assert sorted(path.name for path in out.iterdir()) == ["config.json", WEIGHTS, "scheduler", "torchditan.json"]
     assert_same(read(out).tensors, read_tensors(imported))
 
 
 def read_tensors(run: Path) -> dict[str, torch.Tensor]:
-    return TrainedModel.load(run, device="cpu").model.state_dict()
+    return TrainedModel.open(run, device="cpu").model.state_dict()
 
 
 JOB = {
@@ -451,7 +452,7 @@ def test_a_trained_run_is_exported_by_one_command(run_script: RunScript, tmp_pat
     opens = outcome.out.partition("in diffusers: ")[2].partition(" (the transformer alone: the run was trained on ")[0]
     pipe = eval(opens, {**vars(diffusers), "VAE": random_pipeline().vae})
     assert isinstance(pipe, diffusers.DiTPipeline)
-    trained = TrainedModel.load(tmp_path / "run", device="cpu")
+    trained = TrainedModel.open(tmp_path / "run", device="cpu")
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([999, 100])
     with torch.no_grad():
         ours = trained.model(x, t / 1000, {"class_label": torch.tensor([1, 2])})
@@ -467,18 +468,18 @@ def test_a_model_without_classes_has_an_empty_label_table(copied: Path, tmp_path
     save_file({**tensors, **tables}, copied / "transformer" / WEIGHTS)
     (copied / "torchditan.json").write_text('{"num_classes": 0}')
     import_format(copied, tmp_path / "run", format="diffusers")
-    trained = TrainedModel.load(tmp_path / "run", device="cpu")
+    trained = TrainedModel.open(tmp_path / "run", device="cpu")
     assert trained.num_classes == 0 and not hasattr(trained.model, "y_embedder")
-    export_to_diffusers(tmp_path / "run", tmp_path / "out", dtype=torch.float32)
+    export_to_diffusers(open_model(tmp_path / "run"), tmp_path / "out", dtype=torch.float32)
     assert_same(load_file(tmp_path / "out/transformer" / WEIGHTS), {**tensors, **tables})
 
 
 def test_an_ancestral_run_says_that_the_pipeline_samples_otherwise(imported: Path, tmp_path: Path) -> None:
-    stored, read_one = open_weights(imported)
-    assert stored.config is not None
+    weights = open_model(imported)
+    assert weights.config is not None
     changed = {"sampling.sampler": "ancestral", "sampling.spacing": "linspace", "sampling.guidance_channels": 3}
-    config = to_dict(from_dict(stored.config).replace(changed))
-    exported = export_dit_pipeline(replace(stored, config=config), read_one, tmp_path / "out", dtype=torch.float32)
+    config = to_dict(from_dict(weights.config).replace(changed))
+    exported = export_to_diffusers(replace(weights, config=config), tmp_path / "out", dtype=torch.float32)
     assert [all(option in note for option in changed) for note in exported.notes] == [True]
     scheduler = json.loads((tmp_path / "out" / SCHEDULER).read_text())
     assert (scheduler["_class_name"], scheduler["timestep_spacing"]) == ("DDIMScheduler", "trailing")
@@ -490,7 +491,7 @@ def test_a_full_disk_leaves_no_folder(imported: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("torchditan.weights.diffusers_export.write_weights", fail)
     with refused(str(tmp_path / "out"), "No space left on device"):
-        export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
+        export_to_diffusers(open_model(imported), tmp_path / "out", dtype=torch.float32)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -118,7 +118,7 @@ LABELS = torch.tensor([3, 7])
 
 def draw(run: Path, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Samples of the imported run with the sampler and guidance that it came with, and the noise that they began as."""
-    trained = TrainedModel.load(run, flags={f"sampling.{name}": value for name, value in sampling.items()})
+    trained = TrainedModel.open(run, flags={f"sampling.{name}": value for name, value in sampling.items()})
     samples = trained.generate(LABELS.tolist(), samples_per_label=1, seed=5, batch_size=2)[:, 0]
     noise = normal(5, "sample", [noise_number(label, 0) for label in LABELS.tolist()], trained.sample_shape)
     return samples, noise
@@ -254,7 +254,7 @@ def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScri
     weights = random_weights(TINY_SIT)
     path = save(tmp_path / "weights.pt", weights)
     run = imported(path, "sit", run_script, *DIGITS, "--num_classes=12")
-    trained = TrainedModel.load(run)
+    trained = TrainedModel.open(run)
     table = weights["y_embedder.embedding_table.weight"]
     stored = trained.model.state_dict()["y_embedder.embedding_table.weight"]
     assert torch.equal(stored, table[-1:].expand(13, -1))
@@ -523,7 +523,7 @@ def test_the_number_of_heads_is_never_guessed(size: tuple[int, int], is_publishe
 def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     run = imported(path, "sit", run_script, *DIGITS)
-    config, facts = TrainedModel.load(run).config, {"step": 0, "images_seen": 0}
+    config, facts = TrainedModel.open(run).config, {"step": 0, "images_seen": 0}
     found = origin_of_run(
         run, config, read_config(run), **facts, weights="ema", model_parameters=1, model_evaluations=1
     )

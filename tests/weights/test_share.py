@@ -32,8 +32,9 @@ from torchditan.latents.shards import LatentShards
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
 from torchditan.weights import shared
-from torchditan.weights.exported import export_weights
+from torchditan.weights.exporting import save_weights
 from torchditan.weights.model_card import Facts, Statements, escape, model_card
+from torchditan.weights.opening import open_weights
 from torchditan.weights.share import share_model
 from torchditan.weights.shared import is_shared, open_shared
 from torchditan.weights.shared_config import SHARED, shared_config
@@ -95,7 +96,7 @@ def test_the_folder_has_weights_configuration_card_and_picture(digits: Path, run
         "model.safetensors",
         "samples.png",
     ]
-    export_weights(run, tmp_path / "exported.safetensors")
+    save_weights(tmp_path / "exported.safetensors", open_weights(run), dtype=torch.float32)
     ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "exported.safetensors")
     assert ours.keys() == exported.keys() and all(torch.equal(ours[name], exported[name]) for name in ours)
     content = json.loads((digits / "config.json").read_bytes())
@@ -384,7 +385,26 @@ def test_mistakes_in_sharing_are_one_line(run: Path, tmp_path: Path, run_script:
     assert not (tmp_path / "x").exists()
     assert run_script("torchditan", "share", run, "x", "--without_samples", "--dtype=bfloat16").code == 0
     assert run_script("torchditan", "share", run, "x", "--without_samples", "--overwrite").code == 0
-    assert "is shared already" in refused(run_script("torchditan", "share", "x", "y"))
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "checkpoint alone", "file", "shared folder"])
+def test_every_address_is_loaded_shared_and_trained_from(
+    kind: str, digits: Path, run: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    places = {"run": run, "checkpoint": run / "hidden-checkpoints/step-00000002", "shared folder": digits}
+    places["checkpoint alone"] = Path(shutil.copytree(places["checkpoint"], tmp_path / "alone/step-00000002"))
+    places["file"] = tmp_path / "weights.safetensors"
+    save_weights(places["file"], open_weights(run), dtype=torch.float32)
+    found, expected = open_weights(places[kind]), open_weights(run)
+    assert (found.step, found.images_seen, found.kind) == (2, 16, "ema")
+    assert found.shapes == expected.shapes
+    assert torch.equal(load(places[kind]).sample(classes=[3]), load(run).sample(classes=[3]))
+    share_model(places[kind], tmp_path / "again", statements=Statements(), with_samples=False)
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (digits, tmp_path / "again"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert not any(word in path.read_bytes() for word in HIDDEN for path in (tmp_path / "again").iterdir())
+    begun = tiny_runs.job(tmp_path / "new", "--training.steps=1", f"--checkpoint.initial_load_path={places[kind]}")
+    assert f"weights of {places[kind]}, step 2 (ema)" in run_script("train.py", *begun).out
 
 
 def test_shared_latents_have_no_paths(tmp_path: Path, run_script: RunScript) -> None:

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Autoencoders by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them.
 
-May import: config, registry.
+May import: config, registry, run.
 """
 
 from __future__ import annotations

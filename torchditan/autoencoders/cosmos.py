@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channels, dtype_of
-from torchditan.autoencoders.hub import find_weights, first_line, place_of
+from torchditan.autoencoders.hub import find_weights, place_of
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, first_line, option_error
 
 FILES = ("encoder.jit", "decoder.jit")
 _SIZE = 64

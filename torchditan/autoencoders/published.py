@@ -24,9 +24,10 @@ from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder, dtype_of
 from torchditan.autoencoders.catalogue import PUBLISHED, Published
-from torchditan.autoencoders.hub import find_weights, first_line, place_of, require
+from torchditan.autoencoders.hub import find_weights, place_of
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, is_finite_number, option_error, shorten
+from torchditan.config.errors import ConfigError, first_line, is_finite_number, option_error, shorten
+from torchditan.config.optional_libraries import import_optional
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
@@ -139,7 +140,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _check_config(config: dict[str, Any], *, num_tensors: int, folder: Path) -> None:
     """Refuse what diffusers would build for hours, or notice only when it encodes: many layers, fractions of groups."""
-    initialise = getattr(require("diffusers"), config["_class_name"]).__init__
+    initialise = getattr(import_optional("diffusers", extra="diffusers"), config["_class_name"]).__init__
     defaults = {name: entry.default for name, entry in inspect.signature(initialise).parameters.items()}
     for key, value in config.items():
         is_wrong = isinstance(value, float) or (isinstance(value, int) and value < 0)
@@ -153,7 +154,7 @@ def _check_config(config: dict[str, Any], *, num_tensors: int, folder: Path) -> 
 
 def _build(config: dict[str, Any], *, folder: Path) -> Any:
     """Create the model of `config` on the meta device, without weights."""
-    diffusers = require("diffusers")
+    diffusers = import_optional("diffusers", extra="diffusers")
     try:
         with torch.device("meta"):
             return getattr(diffusers, config["_class_name"]).from_config(config)

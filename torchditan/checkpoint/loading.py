@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +19,11 @@ from torchditan.checkpoint.files import (
     CheckpointReader,
     DamagedCheckpointError,
     SafeLoadPlanner,
+    final_weights,
     list_checkpoints,
     step_of,
 )
+from torchditan.config.errors import ConfigError, option_error, printable
 from torchditan.run.training_progress import Progress
 
 PROGRESS_FILE = "progress.json"
@@ -30,6 +33,44 @@ CONFIG_FILE = "config.json"
 def latest_checkpoint(folder: Path) -> Path | None:
     checkpoints = list_checkpoints(folder)
     return checkpoints[-1] if checkpoints else None
+
+
+def find_checkpoint(folder: Path, step: int | None) -> Path:
+    """The checkpoint of `step`, or the newest complete one. Newer damaged ones are reported.
+
+    A run without checkpoints has a file of its final weights instead.
+
+    Raises:
+        ConfigError: the checkpoint does not exist or is damaged; the message lists the available steps.
+    """
+    kept = final_weights(folder)
+    checkpoints = {step_of(path): path for path in [*list_checkpoints(folder), *([kept] if kept else [])]}
+    if not checkpoints:
+        raise ConfigError(
+            f"{folder} holds no checkpoint: the run has not saved one yet (Ctrl-C in its training saves), or it was "
+            "configured to keep no weights (checkpoint.save_final = false); train with --checkpoint.enable_checkpoint"
+        )
+    if step is not None and step not in checkpoints:
+        raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")
+    damages = []
+    for number in sorted(checkpoints, reverse=True) if step is None else [step]:
+        try:
+            if checkpoints[number] != kept:
+                CheckpointReader(checkpoints[number]).read_metadata()
+        except DamagedCheckpointError as error:
+            damages.append(f"{checkpoints[number]} is not used: {error}")
+            continue
+        for damage in damages:
+            print(printable(f"warning: {damage}; {checkpoints[number].name} is"), file=sys.stderr)
+        return checkpoints[number]
+    others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
+    raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}{others}")
+
+
+def cannot_be_read(checkpoint: Path, error: DamagedCheckpointError) -> ConfigError:
+    """The error for damage that was found when the weights were read, with the checkpoints to use instead."""
+    others = sorted({step_of(path) for path in list_checkpoints(checkpoint.parent)} - {step_of(checkpoint)})
+    return ConfigError(f"{checkpoint} cannot be read: {error}" + (f"; other steps are {others}" if others else ""))
 
 
 def read_numbers(checkpoint: Path) -> dict[str, int | float]:

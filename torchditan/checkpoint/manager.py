@@ -63,7 +63,7 @@ from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
-from torchditan.registry import EXPORT_WEIGHTS, LOAD_WEIGHTS
+from torchditan.registry import EXPORT_WEIGHTS, OPEN_WEIGHTS
 
 if TYPE_CHECKING:
     from torchditan.checkpoint.staging import Stager
@@ -203,8 +203,10 @@ class CheckpointManager:
         if found[0] is None:
             return False
         model, progress = cast(ModelState, self.state.tensors["model"]), self.state.progress
-        stored = pkgutil.resolve_name(LOAD_WEIGHTS)(model.model, found[0], only_trained=model.only_trained)
-        progress.step, progress.images_seen = step_of(found[0]), stored.images_seen or 0
+        weights = pkgutil.resolve_name(OPEN_WEIGHTS)(found[0])
+        weights.check(model.model, only_trained=model.only_trained)
+        weights.fill(model.model, only_trained=model.only_trained)
+        progress.step, progress.images_seen = step_of(found[0]), weights.images_seen or 0
         return True
 
     def wait(self) -> None:

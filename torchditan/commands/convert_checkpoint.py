@@ -34,7 +34,10 @@ def export_file(argv: list[str]) -> None:
     parser = ScriptParser(__doc__, options=())
     parser.prog = f"{parser.prog} export"
     parser.add_argument(
-        "source", type=Path, metavar="RUN", help="run directory, the folder of a checkpoint, or a shared model"
+        "source",
+        type=Path,
+        metavar="RUN",
+        help="run, checkpoint, file of `export`, or shared model",
     )
     parser.add_argument(
         "out", type=Path, metavar="OUT", help="file to write; with --format diffusers the folder to create"
@@ -64,22 +67,25 @@ def export_file(argv: list[str]) -> None:
         raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
 
     from torchditan.run.progress import report_progress
+    from torchditan.weights.opening import open_model
     from torchditan.weights.safetensors_files import DTYPES
 
     start = time.perf_counter()
-    options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
+    dtype = DTYPES[arguments.dtype]
     with report_progress(f"exporting {arguments.source}"):
+        weights = open_model(arguments.source, step=arguments.step, kind=arguments.weights)
         if is_folder:
             from torchditan.weights.diffusers_export import export_to_diffusers
 
-            exported = export_to_diffusers(arguments.source, arguments.out, **options)
-            stored, files = exported.weights, [path for path in arguments.out.rglob("*") if path.is_file()]
+            exported = export_to_diffusers(weights, arguments.out, dtype=dtype)
+            files = [path for path in arguments.out.rglob("*") if path.is_file()]
         else:
-            from torchditan.weights.exported import export_weights
+            from torchditan.weights.exporting import save_weights
 
-            stored, files = export_weights(arguments.source, arguments.out, **options), [arguments.out]
+            save_weights(arguments.out, weights, dtype=dtype)
+            files = [arguments.out]
     print(
-        f"{arguments.out}: {stored.weights} weights of {arguments.source}, step {stored.step}, {arguments.dtype}, "
+        f"{arguments.out}: {weights.kind} weights of {arguments.source}, step {weights.step}, {arguments.dtype}, "
         f"{sum(path.stat().st_size for path in files) / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
     )
     if is_folder:
@@ -101,7 +107,7 @@ def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder", "sampling"))
     parser.prog = f"{parser.prog} import"
-    what = "a file that `export` wrote; with --format a .pt, .pth, .bin or .safetensors file, or a folder of diffusers"
+    what = "a file of `export` or a shared model; with --format a .pt, .pth, .bin or .safetensors file, or a folder"
     parser.add_argument("path", type=Path, metavar="WEIGHTS", help=what)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory to create")
     parser.add_argument("--overwrite", action="store_true", help="replace an imported run")
@@ -146,31 +152,31 @@ def import_file(argv: list[str]) -> None:
         from torchditan.weights.importing import import_weights
 
         with report_progress(f"importing {path}"):
-            stored = import_weights(path, run, flags=flags, overwrite=overwrite)
-        print(f"{run}: {stored.weights} weights of step {stored.step}, for torchditan generate and evaluate")
+            weights = import_weights(path, run, flags=flags, overwrite=overwrite)
+        print(f"{run}: {weights.kind} weights of step {weights.step}, for torchditan generate and evaluate")
         return
     from torchditan.weights.formats import Given
     from torchditan.weights.imported_format import CONTINUE_FILE, import_format
 
     start = time.perf_counter()
     with report_progress(f"importing {path}"):
-        imported = import_format(
+        weights, notes = import_format(
             path,
             run,
             format=arguments.format,
-            weights=arguments.weights,
+            kind=arguments.weights,
             given=Given(**{name: getattr(arguments, name) for name in GIVEN}),
             num_classes=arguments.num_classes,
             flags=flags,
             overwrite=overwrite,
         )
     print(
-        f"{run}: {imported.weights} weights of {path}, {imported.num_parameters / 1e6:,.1f}M parameters in "
+        f"{run}: {weights.kind} weights of {path}, {weights.num_values / 1e6:,.1f}M parameters in "
         f"{time.perf_counter() - start:.1f} s"
     )
-    for note in imported.notes:
+    for note in notes:
         print(f"- {note}")
-    dataset = imported.config.dataset
+    dataset = weights.checked_config().dataset
     needs_images = dataset.root_dir is None and dataset.dataset_name in ("folder", "imagenet")
     images = " --dataset.root_dir IMAGES" if needs_images else ""
     print(f"generate: torchditan generate {shlex.quote(str(run))}")
@@ -186,7 +192,7 @@ def refit_time_of_file(argv: list[str]) -> None:
 
     parser = ScriptParser(__doc__, options=())
     parser.prog = f"{parser.prog} refit_time"
-    parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
+    parser.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint, file of `export`, or shared model")
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write (.safetensors)")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
@@ -202,7 +208,7 @@ def refit_time_of_file(argv: list[str]) -> None:
     from torchditan.weights.refit_time import refit_time
 
     with_data = not arguments.without_data
-    refit = refit_time(arguments.source, out, step=arguments.step, weights=arguments.weights, with_data=with_data)
+    refit = refit_time(arguments.source, out, step=arguments.step, kind=arguments.weights, with_data=with_data)
     print(
         f"{out}: embedding of t refitted from scale {refit.scale:g} to 1, relative error {refit.relative_error:.3f} "
         "of its variation"

@@ -33,8 +33,8 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     from torchditan.finetune.captions.encode import TEXT_PARTS
     from torchditan.finetune.captions.single_encoder import FILES
     from torchditan.finetune.published import family
-    from torchditan.finetune.published.stored_weights import is_hub_name
     from torchditan.registry import FAMILIES
+    from torchditan.run.hub import is_hub_name
 
     found: list[tuple[str, str, list[str]]] = []
 
@@ -76,7 +76,7 @@ def files_of_autoencoder(options: Autoencoder) -> tuple[str | None, list[str]]:
 def main() -> None:
     config = parse(sys.argv[1:])
 
-    from torchditan.finetune.published.stored_weights import fetch
+    from torchditan.run.hub import fetch
 
     assets = wanted(config)
     for option, name, patterns in assets:

@@ -29,7 +29,6 @@ from torchditan.config.command_line import (
     RunParser,
     add_float32_matmul_precision,
     check_output,
-    check_run,
     count,
 )
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
@@ -54,7 +53,7 @@ from torchditan.run.atomic_files import sha256_of
 from torchditan.run.progress import report_progress
 from torchditan.run.provenance import git_commit
 from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
-from torchditan.weights.shared import is_shared
+from torchditan.weights.shared import check_address
 
 if TYPE_CHECKING:
     from torchditan.data_stream.datasets import ImageDataset
@@ -604,8 +603,8 @@ def save_reference(path: Path, evaluator: Evaluator, *, image_size: tuple[int, i
 
 def main() -> None:
     args, flags = parse(sys.argv[1:])
-    if args.run is not None and not is_shared(args.run):
-        check_run(args.run)
+    if args.run is not None:
+        check_address(args.run)
 
     import torch
     import torch.distributed as dist

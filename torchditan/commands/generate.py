@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this command, and the remaining `--sampling.*` flags for the configuration."""
-    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, check_run, count
+    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
     from torchditan.config.errors import option_error
-    from torchditan.weights.shared import is_shared
+    from torchditan.weights.shared import check_address
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
@@ -56,8 +56,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="PNG to write; replaces one of this name (default: a new one in samples/ of the run or outputs/NAME)",
     )
     arguments, flags = parser.parse(argv)
-    if not is_shared(arguments.run):
-        check_run(arguments.run)
+    check_address(arguments.run)
     if arguments.out is not None:
         check_output("--out", arguments.out)
     if arguments.original and arguments.without_lora:
@@ -151,7 +150,7 @@ def main() -> None:
         print(f"note: the picture shows latent channels: {trained.missing_decoder}", file=sys.stderr)
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
-        trained.drop_lora()
+        trained.turn_off_adapter()
     if args.original:
         trained.check_original()
     with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):

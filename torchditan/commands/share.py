@@ -20,13 +20,17 @@ from pathlib import Path
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Arguments of this command. Imports no torch."""
-    from torchditan.config.command_line import ScriptParser, check_run
+    from torchditan.config.command_line import ScriptParser
     from torchditan.config.errors import option_error
     from torchditan.run.hub import check_upload
+    from torchditan.weights.shared import check_address
 
     parser = ScriptParser(__doc__, options=())
     parser.add_argument(
-        "source", type=Path, metavar="RUN", help="run directory, the folder of a checkpoint, or a folder of latents"
+        "source",
+        type=Path,
+        metavar="RUN",
+        help="run, checkpoint, file of `export`, shared model, or folder of latents",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub")
@@ -48,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise option_error("FOLDER", word, "is one argument too many; must be RUN FOLDER")
     if arguments.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,63}", arguments.license):
         raise option_error("--license", arguments.license, "must be an identifier of the hub: cc-by-4.0, mit, other")
-    check_run(arguments.source, what="a run directory or a folder of latents")
+    check_address(arguments.source)
     if arguments.push is not None:
         check_upload(arguments.push)
     elif arguments.private:
@@ -107,14 +111,13 @@ def share_model(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         arguments.source,
         arguments.folder,
         step=arguments.step,
-        weights=arguments.weights,
+        kind=arguments.weights,
         dtype=DTYPES[dtype],
         statements=Statements(arguments.license, arguments.data_license, arguments.note, arguments.push),
         with_samples=not arguments.without_samples,
         overwrite=arguments.overwrite,
     )
-    stored = shared.stored
-    return f"{stored.weights} weights of step {stored.step}, {dtype}", shared.notes
+    return f"{shared.weights.kind} weights of step {shared.weights.step}, {dtype}", shared.notes
 
 
 def share_latents(arguments: argparse.Namespace) -> tuple[str, list[str]]:

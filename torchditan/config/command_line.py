@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
-from torchditan.run.reading import check_folder
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -83,12 +82,6 @@ class RunParser(ScriptParser):
 
 
 RUN_EXAMPLES = "such as outputs/quickstart, or earth, a model that ships with the package"
-
-
-def check_run(run: Path | None, *, what: str = f"a run directory or a shared model, {RUN_EXAMPLES}") -> None:
-    """Refuse a run that does not exist, before a command imports torch. `what` may stand in its place."""
-    if run is not None and not run.exists():
-        check_folder(run, mark="config.json", what=what)
 
 
 def add_float32_matmul_precision(parser: ScriptParser) -> None:

@@ -72,6 +72,11 @@ def shorten(text: str, *, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, or the name of its exception."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def has_secret(text: str) -> bool:
     """Whether a text contains a token, or an address with a password or a key: `s3://key:secret@bucket`."""
     return _SECRET.search(text) is not None

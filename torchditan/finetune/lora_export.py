@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
 from torchditan.finetune.lora_layers import (
@@ -33,8 +32,7 @@ from torchditan.finetune.lora_layers import (
     swap_shift_and_scale,
 )
 from torchditan.finetune.published import family
-from torchditan.run.reading import read_config
-from torchditan.weights.exported import describe_weights, read_weights
+from torchditan.weights.opening import Kind, open_weights
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 
@@ -192,13 +190,13 @@ def export_run(
     *,
     format: Literal["diffusers", "kohya"] = "diffusers",
     step: int | None = None,
-    weights: Literal["ema", "raw"] | None = None,
+    weights: Kind | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[str], int]:
     """Write the LoRA of a run directory to a file.
 
     Args:
-        run: run directory; only its checkpoint is read.
+        run: an address of `open_weights`.
         path: see `export_lora`.
         step: of the checkpoint. None: the newest.
         weights: averaged or raw. None: averaged if the run kept an average.
@@ -209,22 +207,22 @@ def export_run(
     Raises:
         ConfigError: the folder is not a run, the run did not train a LoRA, or it lacks the checkpoint or weights.
     """
-    config = from_dict(read_config(run)["config"])
+    opened = open_weights(run, step=step, kind=weights)
+    config = from_dict(opened.config or {})
     lora = config.lora
     if not lora.rank:
         right = "trained all weights; export them with torchditan export"
         raise option_error("RUN", str(run), right)
-    stored = describe_weights(find_checkpoint(run / config.checkpoint.folder, step), weights=weights)
-    assert stored.step is not None
+    assert opened.step is not None
     layers = export_lora(
-        read_weights(stored),
+        {name: opened.tensor(name) for name in opened.shapes},
         model_name=config.model.name,
         rank=lora.rank,
         alpha=lora.rank if lora.alpha is None else lora.alpha,
         path=path,
         format=format,
-        step=stored.step,
+        step=opened.step,
         base=config.model.path or config.model.flavor,
         dtype=dtype,
     )
-    return layers, stored.step
+    return layers, opened.step

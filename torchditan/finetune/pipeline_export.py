@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.finetune.published import PublishedModel, family
-from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.models.saved_weights import saved_weights
 from torchditan.run.atomic_files import new_folder
+from torchditan.run.hub import fetch, is_hub_name
 from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
-from torchditan.weights.exported import StoredWeights
-from torchditan.weights.initial import refuse_other_model
+from torchditan.weights.opening import Weights
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 from torchditan.weights.trained_model import stored_spec
 
@@ -43,27 +40,24 @@ class _OtherParts:
     folders: dict[str, Path]
 
 
-def export_pipeline(
-    stored: StoredWeights, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype
-) -> ExportedPipeline:
+def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> ExportedPipeline:
     """`torchditan.weights.diffusers_export.export_to_diffusers` for a full fine-tune of a published model.
 
     Args:
-        stored: weights of a published model, from `open_weights`.
-        read: reads one of them.
+        weights: those of a published model, from `open_model`.
         folder: the folder to create; it must not exist.
         dtype: float32 or bfloat16, of the transformer. Other parts are copied unchanged.
 
     Raises:
         ConfigError: `folder` exists or cannot be written, or the weights are those of another model.
     """
-    assert stored.config is not None
-    config = from_dict(stored.config)
+    assert weights.config is not None
+    config = from_dict(weights.config)
     cls, flavor = family(config.model.name), family(config.model.name).flavors[config.model.flavor]
     pipeline_class = flavor.pipeline_class or cls.pipeline_class
     with torch.device("meta"):
         model = cast(PublishedModel, stored_spec(config).build())
-    refuse_other_model(model, stored, [])
+    weights.check(model)
     parts = _find_other_parts(config, pipeline_class=pipeline_class, subfolder=cls.subfolder)
     with new_folder(folder) as new:
         inner = new
@@ -73,32 +67,30 @@ def export_pipeline(
             for name, part in parts.folders.items():
                 shutil.copytree(part, new / name)
         model.transformer.save_config(inner)
-        write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, stored, read, dtype), _metadata(stored, config))
+        write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, weights, dtype), _metadata(weights, config))
     if isinstance(parts, _OtherParts):
-        return ExportedPipeline(stored, f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
+        return ExportedPipeline(weights, f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
     base = config.text_encoder.path or config.model.path or flavor.hub_name or "BASE"
     transformer = f'{cls.subfolder}={cls.model_class}.from_pretrained("{folder}")'
-    return ExportedPipeline(stored, f'{pipeline_class}.from_pretrained("{base}", {transformer})', left_out=parts)
+    return ExportedPipeline(weights, f'{pipeline_class}.from_pretrained("{base}", {transformer})', left_out=parts)
 
 
-def _transformer_tensors(
-    model: PublishedModel, stored: StoredWeights, read: Callable[[str], Tensor], dtype: torch.dtype
-) -> list[TensorToWrite]:
-    """All tensors of the diffusers state dict. Buffers that were not stored come from the model."""
+def _transformer_tensors(model: PublishedModel, weights: Weights, dtype: torch.dtype) -> list[TensorToWrite]:
+    """All tensors of the diffusers state dict. Buffers that were not weights come from the model."""
     return [
         TensorToWrite(
             name.removeprefix("transformer."),
             tuple(tensor.shape),
             dtype,
-            partial(read, name) if name in stored.shapes else tensor.detach,
+            partial(weights.tensor, name) if name in weights.shapes else tensor.detach,
         )
         for name, tensor in saved_weights(model).items()
     ]
 
 
-def _metadata(stored: StoredWeights, config: Config) -> dict[str, str]:
+def _metadata(weights: Weights, config: Config) -> dict[str, str]:
     base = config.model.path or config.model.flavor
-    return {"format": "pt", "base": base, "step": str(stored.step), "weights": str(stored.weights)}
+    return {"format": "pt", "base": base, "step": str(weights.step), "weights": str(weights.kind)}
 
 
 def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) -> _OtherParts | str:

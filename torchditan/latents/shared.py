@@ -24,6 +24,7 @@ from torchditan.run.atomic_files import new_folder, sha256_of, write_file
 from torchditan.run.directory import to_json
 from torchditan.run.hub import download_folder
 from torchditan.weights.model_card import Statements, latents_card
+from torchditan.weights.shared import refuse_existing
 
 SPLITS = ("train", "validation")
 CARD = "README.md"
@@ -55,11 +56,7 @@ def share_latents(
     Raises:
         ConfigError: a shard is missing or has another size, or `folder` exists or cannot be written.
     """
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
-        if not (has_latents(folder) and (folder / CARD).is_file()):
-            raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
+    refuse_existing(folder, overwrite=overwrite, is_ours=lambda path: has_latents(path) and (path / CARD).is_file())
     if folder.resolve() == source.resolve():
         raise ConfigError(f"{folder} is the folder of the latents; choose another name")
     indices = {split: read_index(path) for split, path in splits_of(source).items()}

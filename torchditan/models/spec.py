@@ -189,6 +189,11 @@ class ModelSpec:
     """Names of the scalar conditions (B,) float32 that the model embeds besides t."""
     can_have_heads: bool = False
     """Whether the model has `add_heads`."""
+    init_unsaved: Callable[[nn.Module, int], None] = lambda model, seed: None
+    """Fills a model after `to_empty` with what checkpoints lack: buffers, and the weights under an adapter."""
+    turn_off_adapter: Callable[[nn.Module], None] | None = None
+    """Restores the frozen model under its trained adapter, in place; checkpoints contain only the adapter. None: the
+    model has no adapter."""
     is_one_graph: bool = True
     """Whether torch.compile can trace the whole model (`compile.scope = "model"`)."""
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Folders on the Hugging Face hub: download one as `hub:owner/name`, and upload one. huggingface_hub does the transfer.
+"""Files on the Hugging Face hub: download them once, and upload a folder. huggingface_hub does the transfer.
 
 The token, the cache and the endpoint are those of huggingface_hub: HF_TOKEN, HF_HOME and so on.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 
 PREFIX = "hub:"
@@ -44,8 +44,13 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
+def is_hub_name(place: str) -> bool:
+    """Whether this is `owner/name`, and no local file or folder of that name exists."""
+    return is_name(place) and not Path(place).exists()
+
+
 def download_folder(place: str, *, kind: Kind, patterns: Sequence[str]) -> Path:
-    """Download the files of a hub folder that match these patterns, once, and return the local folder.
+    """Download the files of `hub:owner/name` that match these patterns, once, and return the local folder.
 
     Args:
         place: `hub:owner/name`, or with `@revision` (a branch, tag or commit).
@@ -61,6 +66,40 @@ def download_folder(place: str, *, kind: Kind, patterns: Sequence[str]) -> Path:
         return Path(hub.snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # connection errors depend on the hub's version: OSError, httpx, requests
         raise ConfigError(f"{place} {_why(error, what=kind)}") from error
+
+
+def fetch(name: str, *, patterns: Sequence[str], what: str, option: str) -> Path:
+    """`download_folder` for `owner/name` in an option that may also name a local folder with `what`.
+
+    Raises:
+        ConfigError: as `download_folder`, and names the option.
+    """
+    hub = _hub()
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*.fp16*"))
+    except Exception as error:
+        raise option_error(option, name, _why(error, what=what, instead=option)) from error
+
+
+def fetch_files(name: str, *, files: Sequence[str], subfolders: Sequence[str], option: str) -> Path:
+    """The first of these subfolders that has all files, from `owner/name` in an option; "" is the main folder.
+
+    Raises:
+        ConfigError: as `fetch`, or no subfolder has the files.
+    """
+    hub, errors = _hub(), _hub_errors()
+    missing: Exception | None = None
+    for subfolder in subfolders:
+        try:
+            paths = [Path(hub.hf_hub_download(name, file, subfolder=subfolder or None)) for file in files]
+            return paths[0].parent
+        except errors.EntryNotFoundError as error:  # also its offline form, LocalEntryNotFoundError
+            missing = error
+        except Exception as error:
+            missing = error
+            break
+    assert missing is not None
+    raise option_error(option, name, _why(missing, what=" and ".join(files), instead=option)) from missing
 
 
 def check_upload(name: str) -> None:
@@ -102,11 +141,15 @@ def _hub() -> Any:
     return import_optional("huggingface_hub", extra="share")
 
 
-def _why(error: Exception, *, what: str, is_upload: bool = False) -> str:
-    """Why a transfer failed, and what to do."""
-    errors: Any = import_optional("huggingface_hub.errors", extra="share")  # a lazy submodule, so it must be imported
+def _hub_errors() -> Any:
+    return import_optional("huggingface_hub.errors", extra="share")  # a lazy submodule, so it must be imported
+
+
+def _why(error: Exception, *, what: str, instead: str | None = None, is_upload: bool = False) -> str:
+    """Why the transfer of `what` failed, and what to do. `instead`: the option that may name a local folder."""
+    errors = _hub_errors()
     status = getattr(getattr(error, "response", None), "status_code", None)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    local = "is not a folder here, and " if instead else ""
     if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so check it first
         return "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
     if is_upload and status in (401, 403):
@@ -114,9 +157,12 @@ def _why(error: Exception, *, what: str, is_upload: bool = False) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return "has no such revision on the Hugging Face hub"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
-        return f"was not found on the Hugging Face hub as a {what} (a private one needs HF_TOKEN)"
+        return f"{local}was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        missing = "" if is_upload else "is not in the hub's cache, and "
-        return f"{missing}the Hugging Face hub cannot be reached (no network, or HF_HUB_OFFLINE is set)"
+        cached = "" if is_upload else f"{local}is not in the hub's cache, and "
+        once = f"; go online once, or give a folder with {what} as --{instead}" if instead else ""
+        return f"{cached}the Hugging Face hub cannot be reached (no network, or HF_HUB_OFFLINE is set){once}"
+    if isinstance(error, errors.EntryNotFoundError):
+        return f"has no {what} on the Hugging Face hub"
     verb = "uploaded to" if is_upload else "fetched from"
-    return f"cannot be {verb} the Hugging Face hub ({type(error).__name__}: {first}); try again"
+    return f"cannot be {verb} the Hugging Face hub ({first_line(error)}); try again"

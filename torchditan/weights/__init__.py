@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Weights outside checkpoints: export, import, and opening a trained run (trained_model.py).
+"""Weights at any address (opening.py): a trained model (trained_model.py), export, import, sharing.
 
 May import: autoencoders, checkpoint, config, diffusion, distributed, evaluation, finetune, job, latents, models,
 registry, run.

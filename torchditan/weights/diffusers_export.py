@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from torchditan.models.dit import NORM_EPS, DiTConfig
 from torchditan.registry import FAMILIES
 from torchditan.run.atomic_files import new_folder
 from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
-from torchditan.weights.exported import Kind, StoredWeights, open_weights
 from torchditan.weights.formats.diffusers_dit import (
     CLASS_NAME,
     EXPORT_FILE,
@@ -47,7 +46,7 @@ from torchditan.weights.formats.diffusers_dit import (
     SCHEDULER_LIKE_OURS,
     names_in_diffusers,
 )
-from torchditan.weights.initial import refuse_other_model
+from torchditan.weights.opening import Weights
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 from torchditan.weights.trained_model import stored_spec
 
@@ -79,16 +78,12 @@ _INDEX = {
 """model_index.json, without `id2label`."""
 
 
-def export_to_diffusers(
-    source: Path, folder: Path, *, step: int | None = None, weights: Kind | None = None, dtype: torch.dtype
-) -> ExportedPipeline:
-    """Write the weights of a run in diffusers' layout, atomically: the folder is complete or does not exist.
+def export_to_diffusers(weights: Weights, folder: Path, *, dtype: torch.dtype) -> ExportedPipeline:
+    """Write weights in diffusers' layout, atomically: the folder is complete or does not exist.
 
     Args:
-        source: run directory, or the folder of a checkpoint.
+        weights: from `open_model`.
         folder: the folder to create; it must not exist.
-        step: of a run's checkpoint; None takes the newest.
-        weights: averaged or raw; None takes the averaged ones if the run kept them.
         dtype: float32 or bfloat16, of the transformer. Other parts are copied unchanged.
 
     Raises:
@@ -97,32 +92,28 @@ def export_to_diffusers(
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another name")
-    stored, read = open_weights(source, step=step, weights=weights)
-    assert stored.config is not None
-    if stored.config["model"]["name"] in FAMILIES:
+    assert weights.config is not None
+    if weights.config["model"]["name"] in FAMILIES:
         from torchditan.finetune.pipeline_export import export_pipeline
 
-        return export_pipeline(stored, read, folder, dtype=dtype)
-    return export_dit_pipeline(stored, read, folder, dtype=dtype)
+        return export_pipeline(weights, folder, dtype=dtype)
+    return _export_dit(weights, folder, dtype=dtype)
 
 
-def export_dit_pipeline(
-    stored: StoredWeights, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype
-) -> ExportedPipeline:
-    """`export_to_diffusers` for the native model."""
-    assert stored.config is not None
-    config = from_dict(stored.config)
+def _export_dit(weights: Weights, folder: Path, *, dtype: torch.dtype) -> ExportedPipeline:
+    assert weights.config is not None
+    config = from_dict(weights.config)
     spec = stored_spec(config)
     mistakes = list(_mistakes(config, spec))
     if mistakes:
         right = f"DiTPipeline needs {', '.join(mistakes)}; must be torchditan"
         raise option_error("--format", "diffusers", right)
     with torch.device("meta"):
-        refuse_other_model(spec.build(), stored, [])
+        weights.check(spec.build())
     assert isinstance(spec.config, DiTConfig)
-    tensors = _tensors(spec.config, stored, read, dtype)
+    tensors = _tensors(spec.config, weights, dtype)
     vae = _find_vae(config, channels=spec.sample_shape[0])
-    described = {"num_classes": spec.config.num_classes, "step": stored.step, "weights": stored.weights}
+    described = {"num_classes": spec.config.num_classes, "step": weights.step, "weights": weights.kind}
     with new_folder(folder) as new:
         inner = new if isinstance(vae, str) else new / "transformer"
         inner.mkdir(exist_ok=True)
@@ -132,13 +123,13 @@ def export_dit_pipeline(
         _write_json(new / EXPORT_FILE, described)
         if not isinstance(vae, str):
             _copy_vae(vae, new / "vae")
-            names = {"id2label": dict(enumerate(stored.class_names))} if stored.class_names else {}
+            names = {"id2label": dict(enumerate(weights.class_names))} if weights.class_names else {}
             _write_json(new / INDEX_FILE, {**_INDEX, **names})
     how_to_open, left_out = f'DiTPipeline.from_pretrained("{folder}")', None
     if isinstance(vae, str):
         scheduler = f'DDIMScheduler.from_pretrained("{folder}", subfolder="scheduler")'
         how_to_open, left_out = f'DiTPipeline({CLASS_NAME}.from_pretrained("{folder}"), VAE, {scheduler})', vae
-    return ExportedPipeline(stored, how_to_open, left_out, notes=_other_samples(config))
+    return ExportedPipeline(weights, how_to_open, left_out, notes=_other_samples(config))
 
 
 def _mistakes(config: Config, spec: ModelSpec) -> Iterator[str]:
@@ -163,33 +154,31 @@ def _shown(value: Any) -> str:
     return "none" if value is None else json.dumps(value).strip('"')
 
 
-def _tensors(
-    model: DiTConfig, stored: StoredWeights, read: Callable[[str], Tensor], dtype: torch.dtype
-) -> Iterator[TensorToWrite]:
+def _tensors(model: DiTConfig, weights: Weights, dtype: torch.dtype) -> Iterator[TensorToWrite]:
     """All tensors of the diffusers state dict, each with a function that reads it."""
     for name, theirs in names_in_diffusers(model.depth).items():
-        shape = stored.shapes.get(name, ())
+        shape = weights.shapes.get(name, ())
         for number, their in enumerate(theirs):
             if name == LABEL_TABLE:
                 table_shape = (NULL_CLASS + 1, model.width)
-                yield TensorToWrite(their, table_shape, dtype, partial(_label_table, model, read))
+                yield TensorToWrite(their, table_shape, dtype, partial(_label_table, model, weights))
             elif ".attn.qkv." in name:
                 part_shape = (model.width, *shape[1:])
-                yield TensorToWrite(their, part_shape, dtype, partial(_part, read, name, number))
+                yield TensorToWrite(their, part_shape, dtype, partial(_part, weights, name, number))
             else:
-                yield TensorToWrite(their, shape, dtype, partial(read, name))
+                yield TensorToWrite(their, shape, dtype, partial(weights.tensor, name))
 
 
-def _part(read: Callable[[str], Tensor], name: str, number: int) -> Tensor:
+def _part(weights: Weights, name: str, number: int) -> Tensor:
     """The weight of queries (0), keys (1) or values (2)."""
-    return read(name).chunk(3)[number]
+    return weights.tensor(name).chunk(3)[number]
 
 
-def _label_table(model: DiTConfig, read: Callable[[str], Tensor]) -> Tensor:
+def _label_table(model: DiTConfig, weights: Weights) -> Tensor:
     """(1001, D): our classes first, our null class last. A model without classes has zeros."""
     table = torch.zeros(NULL_CLASS + 1, model.width)
     if model.num_classes:
-        ours = read(LABEL_TABLE)
+        ours = weights.tensor(LABEL_TABLE)
         table[: model.num_classes], table[NULL_CLASS] = ours[:-1], ours[-1]
     return table
 

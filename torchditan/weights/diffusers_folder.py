@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchditan.weights.exported import StoredWeights
+from torchditan.weights.opening import Weights
 
 INDEX_FILE = "model_index.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
@@ -15,7 +15,7 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 class ExportedPipeline:
     """Result of an export to diffusers."""
 
-    weights: StoredWeights
+    weights: Weights
     how_to_open: str
     """A line of Python."""
     left_out: str | None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,14 +18,14 @@ from torch import Tensor
 from torchditan.autoencoders import check_name, open_autoencoder
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.config.loader import build_config, override, to_dict
+from torchditan.config.loader import build_config, from_dict, override, to_dict
 from torchditan.config.options import Autoencoder, Config
 from torchditan.latents.latent_space import complete_from_autoencoder
 from torchditan.registry import FORMATS, registered
-from torchditan.weights.exported import Kind, StoredWeights
 from torchditan.weights.formats import Converted, Given
 from torchditan.weights.formats.foreign_files import ForeignWeights, read_foreign_weights
 from torchditan.weights.importing import create_run, refuse_existing, refuse_sources_inside
+from torchditan.weights.opening import Kind, Weights
 
 CONTINUE_FILE = "continue.toml"
 _LABELS = "y_embedder.embedding_table.weight"
@@ -36,48 +35,75 @@ _DEFAULT_AUTOENCODER = "sd-vae"
 """Of 4 channels. DiT, SiT and REPA sample the latents from its posterior."""
 
 
-@dataclass(frozen=True)
-class ImportedFormat:
-    """What `import_format` did."""
-
-    weights: Kind
-    num_parameters: int
-    notes: tuple[str, ...]
-    """What was converted, one phrase each."""
-    config: Config
-
-
 def import_format(
     path: Path,
     run: Path,
     *,
     format: str,
-    weights: Kind | None = None,
+    kind: Kind | None = None,
     given: Given | None = None,
     num_classes: int | None = None,
     flags: Sequence[str] = (),
     overwrite: bool = False,
-) -> ImportedFormat:
-    """Create a run directory from weights of another project.
+) -> tuple[Weights, list[str]]:
+    """Create a run directory from weights of another project. The arguments are those of `open_foreign`, and:
+
+    Args:
+        run: the directory to create.
+        overwrite: replace `run` if it was imported, too.
+
+    Returns:
+        The weights, and what was converted, one phrase each.
+
+    Raises:
+        ConfigError: as `open_foreign`, or `run` exists or cannot be written.
+    """
+    refuse_existing(run, overwrite=overwrite)
+    weights, converted = open_foreign(
+        path,
+        name=run.resolve().name,
+        format=format,
+        kind=kind,
+        given=given or Given(),
+        num_classes=num_classes,
+        flags=flags,
+    )
+    config = from_dict(weights.config or {})
+    refuse_sources_inside(run, path, config)
+    origin = {"format": format, "converted": converted}
+    create_run(run, weights, config, origin=origin, files={CONTINUE_FILE: continue_toml(config, run)})
+    return weights, [*converted, _describe_data(config)]
+
+
+def open_foreign(
+    path: Path,
+    *,
+    name: str,
+    format: str,
+    kind: Kind | None,
+    given: Given,
+    num_classes: int | None,
+    flags: Sequence[str],
+) -> tuple[Weights, tuple[str, ...]]:
+    """Open weights of another project, with the configuration with which our model computes the same.
 
     Args:
         path: a file of weights, a training file, or a folder of diffusers.
-        run: the directory to create.
+        name: of the run in the configuration.
         format: a name in `registry.FORMATS`.
-        weights: which set of a training file; None takes the averaged one.
+        kind: which set of a training file; None takes the averaged one.
         given: what the user states because the file does not contain it.
         num_classes: replace the label table by one for this number of other classes. Each starts as the null class.
         flags: `--dataset.key value`, `--autoencoder.key value` and `--sampling.key value`.
-        overwrite: replace `run` if it was imported, too.
+
+    Returns:
+        The weights, and what was converted, one phrase each.
 
     Raises:
-        ConfigError: the file cannot be read or is not of this format, an option is wrong or missing, or `run` exists or
-            cannot be written.
+        ConfigError: the file cannot be read or is not of this format, or an option is wrong or missing.
     """
-    given = given or Given()
     _check_given(given, format)
-    refuse_existing(run, overwrite=overwrite)
-    foreign = read_foreign_weights(path, weights=weights)
+    foreign = read_foreign_weights(path, weights=kind)
     try:
         converted = registered(FORMATS, format)(foreign.tensors, content=foreign.content, given=given)
     except ConfigError as error:
@@ -87,21 +113,16 @@ def import_format(
         converted = _with_new_classes(converted, num_classes)
         flags = ["--dataset.dataset_name=folder", *flags]
     _refuse_bad_values(path, converted)
-    config = _config_of(converted, foreign, run, flags)
-    refuse_sources_inside(run, path, config)
-    stored = StoredWeights(
+    weights = Weights(
         path=path,
         shapes={name: tuple(tensor.shape) for name, tensor in converted.tensors.items()},
-        config=to_dict(config),
+        tensor=converted.tensors.__getitem__,
+        config=to_dict(_config_of(converted, foreign, name, flags)),
         step=0,
         images_seen=0,
-        weights=foreign.kind,
+        kind=foreign.kind,
     )
-    origin = {"format": format, "converted": converted.notes}
-    files = {CONTINUE_FILE: continue_toml(config, run)}
-    create_run(run, stored, config, converted.tensors, origin=origin, files=files)
-    count = sum(tensor.numel() for tensor in converted.tensors.values())
-    return ImportedFormat(foreign.kind, count, (*converted.notes, _describe_data(config)), config)
+    return weights, converted.notes
 
 
 def _refuse_bad_values(path: Path, converted: Converted) -> None:
@@ -132,7 +153,7 @@ def _with_new_classes(converted: Converted, num_classes: int) -> Converted:
     )
 
 
-def _config_of(converted: Converted, foreign: ForeignWeights, run: Path, flags: Sequence[str]) -> Config:
+def _config_of(converted: Converted, foreign: ForeignWeights, name: str, flags: Sequence[str]) -> Config:
     """The complete configuration of the run: of the format, of the user's flags and of the autoencoder."""
     channels, height, width = converted.sample_shape
     fixed = {"model.input_channels": channels, "model.sample_size": [height, width]}
@@ -141,7 +162,7 @@ def _config_of(converted: Converted, foreign: ForeignWeights, run: Path, flags: 
         "dataset.num_classes": converted.num_classes,
         "diffusion.timestep_shift": 1.0,
         "ema.enable": foreign.kind == "ema",
-        "metrics.experiment_name": run.resolve().name,
+        "metrics.experiment_name": name,
     }
     options = converted.options
     if any(flag.startswith("--autoencoder.") for flag in flags):  # in place of the one of a pipeline

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,9 @@ from torchditan.distributed.process_group import Rank, init_process_group
 from torchditan.evaluation.validation import validation_losses
 from torchditan.job.prepare import prepare
 from torchditan.models.dit import TIMESTEP_FREQUENCIES, DiT, TimestepEmbedder, timestep_embedding
-from torchditan.weights.exported import open_weights, write_stored
-from torchditan.weights.trained_model import TrainedModel, load
+from torchditan.weights.exporting import save_weights
+from torchditan.weights.opening import Kind, open_model
+from torchditan.weights.trained_model import TrainedModel
 
 _NUM_TIMES = 4001
 _NUM_FREQUENCIES = 16
@@ -53,23 +54,23 @@ def refit_time(
     out: Path,
     *,
     step: int | None = None,
-    weights: Literal["ema", "raw"] | None = None,
+    kind: Kind | None = None,
     with_data: bool = True,
 ) -> Refit:
     """Write the weights of a run to one file, with an embedding of t of scale 1 in place of its own.
 
     Args:
-        source: run directory, or the folder of a checkpoint.
+        source: an address of `open_weights`.
         out: the file (.safetensors); an existing one is replaced.
         step: of a run's checkpoint; None takes the newest.
-        weights: averaged or raw; None takes the averaged ones if the run kept them.
+        kind: averaged or raw; None takes the averaged ones if the run kept them.
         with_data: measure the validation loss before and after, on the run's data.
 
     Raises:
         ConfigError: the model is not a DiT of another scale, or its weights or data cannot be read.
     """
-    stored, _ = open_weights(source, step=step, weights=weights)
-    trained = load(source, step=step, weights=weights, device="cpu")
+    weights = open_model(source, step=step, kind=kind)
+    trained = TrainedModel.open(source, step=weights.step, weights=kind, device="cpu")
     model = trained.model
     if not isinstance(model, DiT):
         raise option_error("RUN", str(source), f"is a {trained.config.model.name}; must be a DiT of this project")
@@ -79,10 +80,10 @@ def refit_time(
     loss_before = validation_loss(trained) if with_data else None
     model.t_embedder, relative_error = fit_embedder(model.t_embedder)
     loss_after = validation_loss(trained) if with_data else None
-    assert stored.config is not None
-    options = {**stored.config, "model": {**stored.config["model"], "timestep_scale": 1.0}}
-    refitted = dataclasses.replace(stored, config=options)
-    write_stored(out, refitted, model.state_dict().__getitem__, dtype=torch.float32)
+    assert weights.config is not None
+    options = {**weights.config, "model": {**weights.config["model"], "timestep_scale": 1.0}}
+    refitted = dataclasses.replace(weights, config=options, tensor=model.state_dict().__getitem__)
+    save_weights(out, refitted, dtype=torch.float32)
     return Refit(scale, relative_error, loss_before, loss_after)
 
 

@@ -26,17 +26,18 @@ from torchditan.evaluation.sampler import SampleRows
 from torchditan.run import provenance
 from torchditan.run.atomic_files import new_folder, sha256_of, write_file
 from torchditan.run.directory import to_json
-from torchditan.run.reading import read_config, read_metrics
+from torchditan.run.reading import read_metrics
 from torchditan.weights.diffusers_export import export_to_diffusers
-from torchditan.weights.exported import Kind, StoredWeights, open_weights, run_of_weights, write_stored
+from torchditan.weights.exporting import save_weights
 from torchditan.weights.model_card import Facts, Statements, model_card
+from torchditan.weights.opening import Kind, Weights, open_model
 from torchditan.weights.shared import (
     CONFIG_FILE,
     FORMAT_VERSION,
     LIBRARY,
     WEIGHTS_FILE,
     is_shared,
-    open_shared,
+    refuse_existing,
 )
 from torchditan.weights.shared_config import SHARED, shared_config, shared_hardware, shipped_configuration
 from torchditan.weights.trained_model import TrainedModel
@@ -54,7 +55,7 @@ _OF_THE_PICTURE = (
 class Shared:
     """Result of `share_model`."""
 
-    stored: StoredWeights
+    weights: Weights
     notes: list[str]
     """What the folder lacks, and why; a line each."""
 
@@ -64,19 +65,19 @@ def share_model(
     folder: Path,
     *,
     step: int | None = None,
-    weights: Kind | None = None,
+    kind: Kind | None = None,
     dtype: torch.dtype = torch.float32,
     statements: Statements,
     with_samples: bool = True,
     overwrite: bool = False,
 ) -> Shared:
-    """Write the weights of a run to a folder that others can open, with its card.
+    """Write weights to a folder that others can open, with its card.
 
     Args:
-        source: run directory, or the folder of a checkpoint.
+        source: an address of `open_weights`.
         folder: the folder to create.
         step: of a run's checkpoint; None takes the newest.
-        weights: averaged or raw; None takes the averaged ones if the run kept them.
+        kind: averaged or raw; None takes the averaged ones if the run kept them.
         dtype: of the weights, float32 or bfloat16.
         statements: what only the user knows, such as the licence.
         with_samples: draw a picture of samples.
@@ -86,39 +87,36 @@ def share_model(
         ConfigError: the weights do not exist or belong to a LoRA, the autoencoder is missing, or `folder` exists or
             cannot be written.
     """
-    refuse_existing(folder, overwrite=overwrite)
-    if is_shared(source):
-        raise ConfigError(f"{source} is shared already; give a run, or import it with torchditan import")
-    stored, read = open_weights(source, step=step, weights=weights)
-    assert stored.config is not None
-    run = run_of_weights(stored.path, stored.config)
-    content = read_config(run) if run is not None else {"config": stored.config}
-    config = shared_config(stored.config)
-    public = replace(stored, config=config)
-    own, kept = flatten(from_dict(stored.config)), flatten(from_dict(config))
+    refuse_existing(folder, overwrite=overwrite, is_ours=is_shared)
+    weights = open_model(source, step=step, kind=kind)
+    assert weights.config is not None
+    run, content = weights.run, weights.content
+    config = shared_config(weights.config)
+    public = replace(weights, config=config)
+    own, kept = flatten(from_dict(weights.config)), flatten(from_dict(config))
     dropped = [name for name in SHARED if own[name] != kept[name]]
     notes = [f"not in {CONFIG_FILE}: {', '.join(dropped)}"] if dropped else []
     with new_folder(folder, replace=overwrite) as new:
-        write_stored(new / WEIGHTS_FILE, public, read, dtype=dtype)
+        save_weights(new / WEIGHTS_FILE, public, dtype=dtype)
         files = {WEIGHTS_FILE: _entry(new / WEIGHTS_FILE)}
         manifest = _manifest(public, content, files)
         write_file(new / CONFIG_FILE, to_json(manifest, indent=2) + b"\n")
-        left_out = _export_to_diffusers(source, stored, new / DIFFUSERS, dtype=dtype)
+        left_out = _export_to_diffusers(weights, new / DIFFUSERS, dtype=dtype)
         if left_out is not None:
             notes.append(f"no folder for diffusers: {left_out}")
         has_samples = False
         if with_samples:
             try:
-                missing = _draw_samples(new, stored.config)
+                missing = _draw_samples(new, weights.config)
             except ConfigError as error:
                 raise ConfigError(f"{error}; or leave the picture out with --without_samples") from None
             has_samples = missing is None
             notes += [f"no {SAMPLES_FILE}: {missing}"] if missing else []
         cards = [] if run is None else cards_of_run(run)
-        evaluations = [card for card in cards if (card.step, card.weights) == (stored.step, stored.weights)]
-        own_sampling = sampling_settings(from_dict(stored.config).sampling)
+        evaluations = [card for card in cards if (card.step, card.weights) == (weights.step, weights.kind)]
+        own_sampling = sampling_settings(from_dict(weights.config).sampling)
         evaluation = next((card for card in evaluations if card.sampling == own_sampling), None)
-        evaluate = f"torchditan evaluate RUN --step {stored.step} --weights {stored.weights}"
+        evaluate = f"torchditan evaluate RUN --step {weights.step} --weights {weights.kind}"
         if evaluations and evaluation is None:
             notes.append(
                 "no figures: these weights were evaluated only with other [sampling] options than those of the run; "
@@ -127,8 +125,8 @@ def share_model(
         facts = Facts(
             manifest,
             name=folder.resolve().name,
-            configuration=shipped_configuration(from_dict(stored.config)),
-            metrics=[] if run is None else _metrics(run, stored.step),
+            configuration=shipped_configuration(from_dict(weights.config)),
+            metrics=[] if run is None else _metrics(run, weights.step),
             evaluation=evaluation,
             evaluate=evaluate,
             has_other_evaluations=bool(evaluations),
@@ -137,22 +135,10 @@ def share_model(
             has_diffusers=left_out is None,
         )
         write_file(new / CARD_OF_MODEL, model_card(facts, statements).encode())
-    return Shared(stored, notes)
+    return Shared(weights, notes)
 
 
-def refuse_existing(folder: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a folder; a shared one may be replaced with `overwrite`."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(f"{folder} is not a folder; choose another name")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
-    if not is_shared(folder):
-        raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
-
-
-def _manifest(public: StoredWeights, content: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+def _manifest(public: Weights, content: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
     """config.json of the folder."""
     return {
         "library_name": LIBRARY,
@@ -161,7 +147,7 @@ def _manifest(public: StoredWeights, content: dict[str, Any], files: dict[str, A
         "files": files,
         "step": public.step,
         "images_seen": public.images_seen,
-        "weights": public.weights,
+        "weights": public.kind,
         "class_names": public.class_names,
         "config": public.config,
         "git_commit": public.git_commit,
@@ -179,10 +165,10 @@ def _metrics(run: Path, step: int | None) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run) if step is None or record.get("step", 0) <= step]
 
 
-def _export_to_diffusers(source: Path, stored: StoredWeights, folder: Path, *, dtype: torch.dtype) -> str | None:
+def _export_to_diffusers(weights: Weights, folder: Path, *, dtype: torch.dtype) -> str | None:
     """Write the folder of diffusers. Returns why there is none."""
     try:
-        export_to_diffusers(source, folder, step=stored.step, weights=stored.weights, dtype=dtype)
+        export_to_diffusers(weights, folder, dtype=dtype)
     except ConfigError as error:
         return str(error).removeprefix('--format = "diffusers": ').removesuffix("; must be torchditan")
     for file in folder.rglob("*.json"):  # diffusers notes where a model came from
@@ -201,7 +187,7 @@ def _draw_samples(folder: Path, config: dict[str, dict[str, Any]]) -> str | None
     flags = {name: own[name] for name in _OF_THE_PICTURE if own[name] is not None}
     if own["autoencoder.name"] is not None and runs_code(own["autoencoder.name"]):
         return "its autoencoder is TorchScript, which runs code"
-    trained = TrainedModel.load_file(open_shared(folder).weights, dtype=None, flags=flags)
+    trained = TrainedModel.open(folder, dtype=None, flags=flags)
     sampling = trained.config.sampling
     if trained.takes_prompts:
         if not sampling.prompts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.hub import download_folder, is_on_hub, split_place
-from torchditan.run.reading import check_folder
+from torchditan.run.reading import similar_folder
 
 LIBRARY = "torchditan"
 FORMAT_VERSION = 1
@@ -59,6 +60,22 @@ def shipped_models() -> list[str]:
     return sorted(file.parent.name for file in SHIPPED.glob(f"*/{CONFIG_FILE}"))
 
 
+def check_address(place: str | os.PathLike[str]) -> None:
+    """Refuse an address of `open_weights` where nothing is; a command calls it before it imports torch.
+
+    Raises:
+        ConfigError: there is no such path, and it is no shared model.
+    """
+    path = Path(place)
+    if not path.exists() and not is_shared(place):
+        shipped = f", or one of the shipped models {', '.join(shipped_models())}" if shipped_models() else ""
+        right = (
+            "a run directory or a checkpoint in one, a .safetensors file, a shared folder, hub:owner/name"
+            f"{shipped}{similar_folder(path, mark=CONFIG_FILE)}"
+        )
+        raise ConfigError(f"{path} does not exist; must be {right}")
+
+
 def open_shared(place: str | os.PathLike[str]) -> SharedModel:
     """Find a shared model, download it if it is on the hub, and check its files.
 
@@ -72,8 +89,19 @@ def open_shared(place: str | os.PathLike[str]) -> SharedModel:
         return _check(folder, shown=text, name=split_place(text)[0].split("/")[1])
     if not Path(text).exists() and text in shipped_models():
         return _check(SHIPPED / text, shown=text, name=text)
-    check_folder(Path(text), mark=CONFIG_FILE, what="a shared model")
     return _check(Path(text), shown=text, name=Path(text).resolve().name)
+
+
+def refuse_existing(folder: Path, *, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
+    """Refuse to replace a folder by a shared one, unless it is a shared one and `overwrite` is set."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"{folder} is not a folder; choose another name")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
+    if not is_ours(folder):
+        raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
 
 
 def _check(folder: Path, *, shown: str, name: str) -> SharedModel:

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Opens a finished or running run for reading: its configuration, and its model with a checkpoint's weights.
+"""A trained model, ready to sample, from weights at any address (opening.py).
 
 `torchditan.load` is the short way from Python (docs/python.md).
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,37 +19,23 @@ import torch
 from torch import nn
 
 from torchditan.autoencoders import name_it, runs_code
-from torchditan.checkpoint.files import DamagedCheckpointError
-from torchditan.checkpoint.loading import read_progress
-from torchditan.checkpoint.trained_weights import cannot_be_read, check_sizes, find_checkpoint, load_weights
 from torchditan.config.errors import ConfigError, did_you_mean, option_error, some
-from torchditan.config.loader import from_dict, override
+from torchditan.config.loader import override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.card import OF_NO_RUN
 from torchditan.evaluation.metric import ToPixels
 from torchditan.evaluation.reconstruction import to_8_bit
 from torchditan.evaluation.sampler import Sampler, SampleRows
 from torchditan.finetune.captions.dataset import encode_prompts
-from torchditan.finetune.lora import set_active_adapters
-from torchditan.finetune.published import PublishedModel
 from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import StoredLatents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
-from torchditan.run.atomic_files import sha256_of
-from torchditan.run.reading import read_config
-from torchditan.run.training_progress import Progress
-from torchditan.weights.exported import (
-    StoredWeights,
-    checked_config,
-    describe_weights,
-    names_in,
-    read_weights_metadata,
-)
-from torchditan.weights.initial import check_sizes_of_file, load_initial_weights, load_weights_file
-from torchditan.weights.shared import is_shared, open_shared
+from torchditan.registry import FAMILIES
+from torchditan.weights.initial import load_initial_weights
+from torchditan.weights.opening import Kind, open_weights
+from torchditan.weights.shared import check_address
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,7 +73,7 @@ class TrainedModel:
     sample_shape: tuple[int, ...]
     num_classes: int
     step: int
-    weights: Literal["ema", "raw"]
+    weights: Kind
     device: torch.device
     dtype: torch.dtype = torch.float32
     images_seen: int = 0
@@ -110,172 +95,60 @@ class TrainedModel:
     @classmethod
     def open(
         cls,
-        place: Path,
+        place: str | os.PathLike[str],
         *,
         step: int | None = None,
-        weights: Literal["ema", "raw"] | None = None,
+        weights: Kind | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = torch.float32,
         flags: Sequence[str] | Mapping[str, Any] = (),
     ) -> TrainedModel:
-        """Load a run, a file that `torchditan export` wrote, or a shared model. Writes nothing.
+        """Open a model at any address of `open_weights`. Needs neither the training data nor the run's first folder.
 
         Args:
-            place: the run directory, the file, a shared folder, `hub:owner/name` or the name of a shipped model. The
-                other arguments are those of `load`.
-
-        Raises:
-            ConfigError: it cannot be opened, or a flag is wrong.
-        """
-        name, path, digest = place.stem, place, None
-        if is_shared(place):
-            shared = open_shared(place)
-            name, path, digest = shared.name, shared.weights, shared.digest
-        elif not place.is_file() or place.suffix != ".safetensors":
-            return cls.load(place, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
-        trained = cls.load_file(path, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
-        run_id = OF_NO_RUN + (digest or sha256_of(path))[:8]
-        return replace(
-            trained, run_id=run_id, content={**trained.content, "run_id": run_id}, folder=_folder_of_no_run(name)
-        )
-
-    @classmethod
-    def load(
-        cls,
-        run: Path,
-        *,
-        step: int | None = None,
-        weights: Literal["ema", "raw"] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = torch.float32,
-        flags: Sequence[str] | Mapping[str, Any] = (),
-    ) -> TrainedModel:
-        """Load a checkpoint of a run directory. Needs neither the training data nor the folder that the run began in.
-
-        Args:
-            run: the run directory.
-            step: step of the checkpoint; None takes the newest.
-            weights: averaged or raw; None takes the averaged ones if the run kept them.
+            place: the address.
+            step: of a run's checkpoint; None takes the newest.
+            weights: averaged or raw; None takes the averaged ones if there are any.
             device: where to put the model; None takes the GPU if there is one, else the CPU.
             dtype: of the weights; None takes float32, and bfloat16 for a published model trained in half precision.
             flags: `["--sampling.key", "value"]` or `{"autoencoder.path": value}`, which override the run's own options.
 
         Raises:
-            ConfigError: the run, checkpoint or weights do not exist, or a flag is wrong.
+            ConfigError: it cannot be opened, or a flag is wrong.
         """
         device = _device(device)
-        stored = read_config(run)
-        config = _with_flags(from_dict(stored["config"]), flags)
-        _check_weights(weights)
-        if weights == "ema" and not config.ema.enable:
-            raise option_error("--weights", weights, "this run kept no average; must be raw")
-        weights = weights or ("ema" if config.ema.enable else "raw")
-        found = find_checkpoint(run / config.checkpoint.folder, step)
-        progress: Progress | StoredWeights
-        check: Callable[[nn.Module], object]
-        fill: Callable[[nn.Module], object]
-        only_trained = config.lora.rank > 0
-        if found.is_file():
-            progress = describe_weights(found, weights=weights)
-            check = partial(check_sizes_of_file, path=found, only_trained=only_trained)
-            fill = partial(load_weights_file, path=found, only_trained=only_trained)
-        else:
-            try:
-                progress = read_progress(found)
-            except DamagedCheckpointError as error:
-                raise cannot_be_read(found, error) from None
-            check = partial(check_sizes, checkpoint=found, ema=weights == "ema", only_trained=only_trained)
-            fill = partial(load_weights, checkpoint=found, ema=weights == "ema", only_trained=only_trained)
-        return cls._build(
-            config,
-            check,
-            fill,
-            step=progress.step or 0,
-            images_seen=progress.images_seen or 0,
-            run_id=stored.get("run_id"),
-            content=stored,
-            folder=run,
-            missing_decoder=_why_not_decoded(config, flags),
-            class_names=names_in(stored.get("class_names")),
-            weights=weights,
-            device=device,
-            dtype=dtype,
-        )
-
-    @classmethod
-    def load_file(
-        cls,
-        path: Path,
-        *,
-        step: int | None = None,
-        weights: Literal["ema", "raw"] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = torch.float32,
-        flags: Sequence[str] | Mapping[str, Any] = (),
-    ) -> TrainedModel:
-        """Load a file that `torchditan export` wrote. The arguments are those of `load`.
-
-        Raises:
-            ConfigError: it is not such a file or is damaged, it has another step or other weights, or a flag is wrong.
-        """
-        device = _device(device)
-        stored = read_weights_metadata(path)
-        config = _with_flags(checked_config(stored), flags)
-        _check_weights(weights)
-        if step not in (None, stored.step):
-            raise option_error("step", step, f"{path} has step {stored.step}; leave it out")
-        if weights not in (None, stored.weights):
-            raise option_error("weights", weights, f"{path} has the {stored.weights} weights; leave it out")
-        assert stored.step is not None and stored.images_seen is not None and stored.weights is not None
-        return cls._build(
-            config,
-            partial(check_sizes_of_file, path=path),
-            partial(load_weights_file, path=path),
-            step=stored.step,
-            images_seen=stored.images_seen,
-            content={"config": stored.config, "git_commit": stored.git_commit},
-            missing_decoder=_why_not_decoded(config, flags),
-            class_names=stored.class_names,
-            weights=stored.weights,
-            device=device,
-            dtype=dtype,
-        )
-
-    @classmethod
-    def _build(
-        cls,
-        config: Config,
-        check: Callable[[nn.Module], object],
-        fill: Callable[[nn.Module], object],
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        **fields: Any,
-    ) -> TrainedModel:
-        """Build the model of a run's configuration. `check` compares it with the weights, and `fill` loads them."""
+        opened = open_weights(place, step=step, kind=weights)
+        config = _with_flags(opened.checked_config(), flags)
         spec = stored_spec(config)
+        assert opened.step is not None and opened.images_seen is not None and opened.kind is not None
         assert config.dataset.num_classes is not None
+        only_trained = spec.turn_off_adapter is not None
         with torch.device("meta"):
             model = spec.build()
-        check(model)
+        opened.check(model, only_trained=only_trained)
         model.to_empty(device=device)
-        if config.lora.rank:  # the checkpoint has only the LoRA
-            cast(Any, model).init_weights(config.training.seed)
-        elif isinstance(model, PublishedModel):  # weights that are not stored
-            model.fill_buffers()
-        fill(model)
+        spec.init_unsaved(model, config.training.seed)
+        opened.fill(model, only_trained=only_trained)
         if dtype is None:
-            is_half = isinstance(model, PublishedModel) and config.training.mixed_precision_param != "float32"
+            is_half = config.model.name in FAMILIES and config.training.mixed_precision_param != "float32"
             dtype = torch.bfloat16 if is_half else torch.float32
+        own = {"config": opened.config, "git_commit": opened.git_commit, "run_id": opened.run_id}
         return cls(
             config=config,
             spec=spec,
             model=model.to(dtype).eval().requires_grad_(False),
             sample_shape=spec.sample_shape,
             num_classes=config.dataset.num_classes,
+            step=opened.step,
+            weights=opened.kind,
             device=device,
             dtype=dtype,
-            **fields,
+            images_seen=opened.images_seen,
+            run_id=opened.run_id,
+            class_names=opened.class_names,
+            content=opened.content or own,
+            missing_decoder=_why_not_decoded(config, flags),
+            folder=opened.run or _folder_of_no_run(opened.name),
         )
 
     @property
@@ -440,15 +313,15 @@ class TrainedModel:
         """Draws with the run's `[sampling]` options."""
         return Sampler(self.spec, self.objective, self.config.sampling, self.device)
 
-    def drop_lora(self) -> None:
+    def turn_off_adapter(self) -> None:
         """Restore the published model without the LoRA.
 
         Raises:
             ConfigError: this run trained no LoRA.
         """
-        if not self.config.lora.rank:
+        if self.spec.turn_off_adapter is None:
             raise option_error("--without_lora", True, "this run trained all weights; must be --original")
-        set_active_adapters(self.model, [])
+        self.spec.turn_off_adapter(self.model)
 
     def check_original(self) -> None:
         """Refuse a run without original weights, before sampling.
@@ -456,11 +329,13 @@ class TrainedModel:
         Raises:
             ConfigError: it started from random weights, or its initial weights no longer exist.
         """
-        given = self.config.checkpoint.initial_load_path
-        if self.config.model.path is None and (given is None or self.config.lora.rank):
+        if self.config.model.path is None and self._initial_weights is None:
             raise option_error("--original", True, "this run started from random weights; leave it out")
-        if given is not None and not self.config.lora.rank and not Path(given).exists() and not is_shared(given):
-            raise option_error("--original", True, f"the run started from {given}, which does not exist; leave it out")
+        if self._initial_weights is not None:
+            try:
+                check_address(self._initial_weights)
+            except ConfigError as error:
+                raise option_error("--original", True, f"{error}; leave it out") from None
 
     def restore_original(self) -> str:
         """Restore, in place, the model that the run started from: without its LoRA, or with its initial weights.
@@ -471,14 +346,18 @@ class TrainedModel:
         Raises:
             ConfigError: the weights no longer exist.
         """
-        if self.config.lora.rank:
-            self.drop_lora()
-            return f"weights of {self.config.model.path}"
-        given = self.config.checkpoint.initial_load_path
-        if given is None:
+        if self._initial_weights is not None:
+            return load_initial_weights(self.model, self._initial_weights, config=self.config)
+        if self.spec.turn_off_adapter is not None:
+            self.turn_off_adapter()
+        else:
             cast(Any, self.model).init_weights(self.config.training.seed)
-            return f"weights of {self.config.model.path}"
-        return load_initial_weights(self.model, given, config=self.config)
+        return f"weights of {self.config.model.path}"
+
+    @property
+    def _initial_weights(self) -> str | None:
+        """Address of the whole weights that the run started from, instead of published ones or random numbers."""
+        return self.config.checkpoint.initial_load_path if self.spec.turn_off_adapter is None else None
 
     @property
     def objective(self) -> Objective:
@@ -509,7 +388,7 @@ def load(
     run: str | os.PathLike[str],
     *,
     step: int | None = None,
-    weights: Literal["ema", "raw"] | None = None,
+    weights: Kind | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
@@ -535,14 +414,7 @@ def load(
         ConfigError: a ValueError, in one line. The run, checkpoint or weights do not exist or are damaged; an option is
             unknown or wrong; a published model is missing.
     """
-    folder = Path(run).expanduser()
-    flags = _plain(options or {})
-    checkpoint = re.fullmatch(r"step-0*(\d+)", folder.name)
-    if checkpoint and (folder.parent.parent / "config.json").is_file():
-        if step is not None:
-            raise option_error("step", step, f"{run} is the checkpoint of step {checkpoint[1]} already; leave it out")
-        folder, step = folder.parent.parent, int(checkpoint[1])
-    return TrainedModel.open(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+    return TrainedModel.open(run, step=step, weights=weights, device=device, dtype=dtype, flags=_plain(options or {}))
 
 
 def stored_spec(config: Config) -> ModelSpec:
@@ -575,11 +447,6 @@ def _why_not_decoded(config: Config, flags: Sequence[str] | Mapping[str, Any]) -
     given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
     is_named = "autoencoder.path" in given or ("autoencoder.name" in given and section.path is None)
     return str(name_it(section)) if section.name is not None and runs_code(section.name) and not is_named else None
-
-
-def _check_weights(weights: object) -> None:
-    if weights not in (None, "ema", "raw"):
-        raise option_error("weights", weights, "must be ema or raw")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

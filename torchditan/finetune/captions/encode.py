@@ -27,8 +27,9 @@ from torchditan.distributed.process_group import Rank
 from torchditan.finetune.captions.tokens import Tokenizer, tokenizer_of_transformers
 from torchditan.finetune.published import PublishedModel, family_of
 from torchditan.finetune.published.base import require
-from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
+from torchditan.finetune.published.stored_weights import HOW_TO_GET
 from torchditan.registry import FAMILIES, TEXT_ENCODERS, build, registered, resolve
+from torchditan.run.hub import fetch, is_hub_name
 from torchditan.run.progress import report_progress
 from torchditan.run.tensor_cache import TensorCache, hash_of, identity_of_files
 

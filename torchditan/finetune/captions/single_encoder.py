@@ -22,7 +22,7 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.config.options import Config
 from torchditan.finetune.captions.encode import TextEncoder, check_own_model, silence_libraries
 from torchditan.finetune.captions.tokens import Tokenizer, tokenizer_of_transformers
-from torchditan.finetune.published.stored_weights import fetch, is_hub_name
+from torchditan.run.hub import fetch, is_hub_name
 from torchditan.run.tensor_cache import hash_of, identity_of_files
 
 FILES = [

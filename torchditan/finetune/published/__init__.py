@@ -25,6 +25,7 @@ from torchditan.finetune.lora import (
     fill_adapter,
     init_lora,
     load_assistant,
+    set_active_adapters,
     without_assistant,
 )
 from torchditan.finetune.lora_file import AdapterWeights
@@ -40,13 +41,12 @@ from torchditan.finetune.published.stored_weights import (
     HOW_TO_GET,
     PublishedWeights,
     check_names,
-    fetch,
     find_lora,
     find_published,
-    is_hub_name,
 )
 from torchditan.models.spec import ModelSpec, TextEmbeddings
 from torchditan.registry import FAMILIES, registered
+from torchditan.run.hub import fetch, is_hub_name
 
 
 def family(name: str) -> type[PublishedModel]:
@@ -139,8 +139,22 @@ def build_published_spec(
         num_condition_tokens=max(texts, default=0),
         timestep_shift=cls.shift(flavor, num_tokens=num_tokens),
         is_one_graph=not cls.sets_hooks,
+        init_unsaved=_init_all if lora.rank else _fill_buffers,
+        turn_off_adapter=_turn_off_lora if lora.rank else None,
         sampling=_without_assistant if lora.assistant_path else lambda model: nullcontext(),
     )
+
+
+def _init_all(model: nn.Module, seed: int) -> None:
+    cast(PublishedModel, model).init_weights(seed)
+
+
+def _fill_buffers(model: nn.Module, seed: int) -> None:
+    cast(PublishedModel, model).fill_buffers()
+
+
+def _turn_off_lora(model: nn.Module) -> None:
+    set_active_adapters(model, [])
 
 
 def _without_assistant(model: nn.Module) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ import torch
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.finetune.published.base import require
+from torchditan.run.hub import fetch, is_hub_name
 
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
 """Prefixes of the names of a transformer's tensors in files."""
@@ -192,26 +193,6 @@ def find_lora(path: str) -> Path:
         right = "does not exist; must be a LoRA in a .safetensors file, or a hub name"
         raise option_error("lora.assistant_path", path, right)
     return local
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether `path` is a hub name: `owner/name`, and no local file or folder of that name exists."""
-    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
-
-
-def fetch(name: str, *, patterns: list[str], what: str, option: str) -> Path:
-    """The folder of a hub repository in the local cache. Downloads missing files that match the patterns.
-
-    Raises:
-        ConfigError: the download failed; the message gives the reason.
-    """
-    hub = require("huggingface_hub")
-    from torchditan.autoencoders.hub import why_not_fetched
-
-    try:
-        return Path(hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns="*.fp16*"))
-    except Exception as error:  # the exception of a broken connection depends on the huggingface_hub version
-        raise option_error(option, name, why_not_fetched(error, what=what, option=f"--{option}")) from error
 
 
 def check_names(expected: dict[str, torch.Size], found: dict[str, torch.Size], *, path: str) -> None:
