@@ -479,8 +479,8 @@ def test_other_datasets_refuse_options_of_captions_and_dummy_passes_over_them() 
     ("option", "value", "right"),
     [
         ("bucket_step", 0, "at least 1"),
-        ("held_out", -1, "0 or more"),
-        ("trigger_word", " ", "not be empty"),
+        ("held_out", -1, "at least 0"),
+        ("trigger_word", " ", "not empty"),
     ],
 )
 def test_values_out_of_range_are_refused(option: str, value: Any, right: str) -> None:

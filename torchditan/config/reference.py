@@ -14,8 +14,8 @@ import sys
 import typing
 
 from torchditan.config.legacy_keys import RENAMED_KEYS
-from torchditan.config.loader import Option, options
 from torchditan.config.options import Config
+from torchditan.config.schema import Option, options
 from torchditan.config.trajectory import TRAJECTORY_KEYS
 
 _INTRODUCTION = """\
@@ -54,14 +54,14 @@ def _row(option: Option) -> str:
 
 
 def _type(option: Option) -> str:
-    if option.takes_plug_ins and not option.choices:
-        return "`module:name`"
-    if option.choices:
-        words = ", ".join(f"`{choice}`" for choice in option.choices)
-        of_yours = ", or `module:name`" if option.takes_plug_ins else ""
-        return f"integer or {words}" if option.kind is int else f"{words}{of_yours}"
+    words = ", ".join(f"`{choice}`" for choice in option.choices)
+    if option.takes_plug_ins:
+        words += ", or `module:name`" if words else "`module:name`"
     name = {bool: "boolean", int: "integer", float: "number", str: "text"}[option.kind]
-    return f"list of {name}s" if option.is_list else name
+    name = f"list of {name}s" if option.is_list else name
+    if words:
+        name = f"integer or {words}" if option.kind is int else words
+    return f"{name}; {option.limits}" if option.limits else name
 
 
 def _default(option: Option) -> str:
