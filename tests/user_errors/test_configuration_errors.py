@@ -128,6 +128,7 @@ def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
         ("--training.max_norm=-1", "training.max_norm = -1.0", ["0"]),
         ("--model.rope_theta=0", "model.rope_theta = 0.0", ["0"]),
         ("--diffusion.label_dropout=1.5", "diffusion.label_dropout = 1.5", ["0", "1"]),
+        ("--autoencoder.scale=0", "autoencoder.scale = [0.0]", ["0"]),
         ("--optimizer.beta2=1", "optimizer.beta2 = 1.0", ["0", "1"]),
         ("--sampling.guidance_interval=0.8,0.2", "sampling.guidance_interval = [0.8, 0.2]", ["0", "1"]),
         ("--dataset.image_size=1,2,3", "dataset.image_size = [1, 2, 3]", ["[32, 48]"]),

@@ -447,11 +447,7 @@ def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     if MODEL in flags:
         flags |= published_options(flags.pop(MODEL), flags.pop(RESOLUTION, None))
     if CHECKPOINT_FRACTION in flags:
-        fraction = flags.pop(CHECKPOINT_FRACTION)
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            right = "must be the recomputed share of the blocks, between 0 and 1"
-            raise option_error(CHECKPOINT_FRACTION, fraction, right)
-        flags |= {CHECKPOINTING: "fraction", _FRACTION: fraction}
+        flags |= {CHECKPOINTING: "fraction", _FRACTION: flags.pop(CHECKPOINT_FRACTION)}
     return flags
 
 

@@ -62,6 +62,10 @@ PLAIN_NAME = Rule("a folder name without slashes, of at most 200 bytes", is_plai
 
 PUBLISHED = Needs("a published model", lambda config: config.model.name in FAMILIES)
 OWN = Needs("a model that is not published", lambda config: config.model.name not in FAMILIES)
+CAPTIONED = Needs(
+    "dataset.dataset_name = captions",
+    lambda config: config.dataset.dataset_name in ("captions", "dummy"),  # dummy can replace any dataset
+)
 CAPTIONS = Needs("model.text, or a published model", lambda config: config.model.text or config.model.name in FAMILIES)
 MUON = Needs("optimizer.name = Muon", lambda config: config.optimizer.name not in ("AdamW", "AdamW8bit"))
 ON_GPU = Idle(unless="a GPU", test=lambda _: False, on="cpu")
@@ -195,24 +199,24 @@ class Dataset:
     """Values of the dummy dataset: standard normal, or zeros (which GPUs process faster than real data)."""
     dummy_size: Annotated[int, AtLeast(1), Idle(unless="dataset.dataset_name = dummy")] = 10000
     """Number of samples in the dummy dataset."""
-    caption_key: str = "text"
-    """Column of the captions in metadata.jsonl, parquet files and hub datasets; key in `.json` members (captions)."""
-    caption_from: Literal["files", "file_name"] = "files"
-    """Where captions are: in files next to the images, or the image's own name: `a_red_cat.png` (captions)."""
-    trigger_word: Annotated[str | None, NOT_EMPTY] = None
-    """Replaces `[trigger]` in captions; captions without `[trigger]` start with it (captions)."""
-    shuffle_tags: Annotated[int, AtLeast(0)] = 0
+    caption_key: Annotated[str, CAPTIONED] = "text"
+    """Column of the captions in metadata.jsonl, parquet files and hub datasets; key in `.json` members."""
+    caption_from: Annotated[Literal["files", "file_name"], CAPTIONED] = "files"
+    """Where captions are: in files next to the images, or the image's own name: `a_red_cat.png`."""
+    trigger_word: Annotated[str | None, NOT_EMPTY, CAPTIONED] = None
+    """Replaces `[trigger]` in captions; captions without `[trigger]` start with it."""
+    shuffle_tags: Annotated[int, AtLeast(0), CAPTIONED] = 0
     """Variants of each caption of comma-separated tags, shuffled after the first tag; 0 keeps captions as they are."""
-    aspect_buckets: bool = False
-    """Keep each image's approximate aspect ratio at about the area of image_size; one size per step (captions)."""
-    bucket_step: Annotated[int, AtLeast(1)] = 64
-    """The sides of a bucket are multiples of this number of pixels (captions)."""
-    upscale: bool = False
-    """Enlarge images that are smaller than their sample instead of refusing them (captions)."""
-    held_out: Annotated[int | None, AtLeast(0)] = None
-    """Number of images held out for validation. Default: 2 percent if there are 20 or more (captions)."""
-    num_frames: Annotated[int | None, AtLeast(1)] = None
-    """Read the first num_frames frames of videos instead of images (captions)."""
+    aspect_buckets: Annotated[bool, CAPTIONED] = False
+    """Keep each image's approximate aspect ratio at about the area of image_size; one size per step."""
+    bucket_step: Annotated[int, AtLeast(1), CAPTIONED] = 64
+    """The sides of a bucket are multiples of this number of pixels."""
+    upscale: Annotated[bool, CAPTIONED] = False
+    """Enlarge images that are smaller than their sample instead of refusing them."""
+    held_out: Annotated[int | None, AtLeast(0), CAPTIONED] = None
+    """Number of images held out for validation. Default: 2 percent if there are 20 or more."""
+    num_frames: Annotated[int | None, AtLeast(1), CAPTIONED] = None
+    """Read the first num_frames frames of videos instead of images."""
     remote_cache_gib: Annotated[float | None, Above(0)] = None
     """Most GiB of blocks of remote tar shards in cache.folder; above it, the oldest are deleted. Default: no limit."""
 
@@ -567,7 +571,7 @@ class LoRA:
 class Quantize:
     """Storage precision of the frozen weights under a LoRA."""
 
-    base: Literal["float32", "bfloat16", "int8"] = "float32"
+    base: Annotated[Literal["float32", "bfloat16", "int8"], Needs("lora.rank")] = "float32"
     """Precision of the blocks' frozen linear layers; int8 (one scale per row) halves the memory of bfloat16."""
 
 

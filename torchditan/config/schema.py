@@ -65,7 +65,9 @@ class Option(_Hint):
     @property
     def expected(self) -> str:
         """What the value must be, for a message."""
-        words = ", ".join([*self.choices, *(["module:name"] if self.takes_plug_ins else [])])
+        words = ", ".join(self.choices)
+        if self.takes_plug_ins:
+            words += ", or module:name" if words else "module:name"
         if words and self.kind is not int:
             limits = f", {self.limits}" if self.limits else ""
             return f"must be {'one of ' if ', ' in words else ''}{words}{limits}"
