@@ -192,7 +192,7 @@ def test_impossible_combinations_are_left_out_with_one_line_and_mistakes_refused
     assert found[1:] == [(rank, base, 1e-4) for rank in (1, 16, 64) for base in ("bfloat16", "int8")]
     assert all(run.config.metrics.enable_sampling and run.config.metrics.sample_freq == 0 for run in runs)
     assert grid.left_out is not None and "\n" not in grid.left_out
-    for part in ("2 of 9", "lora.rank 0", "quantize.base bfloat16", "set lora.rank"):
+    for part in ("2 of 9", "lora.rank 0", "quantize.base bfloat16", "needs lora.rank"):
         assert part in grid.left_out
     with pytest.raises(ConfigError, match=r"batch_size 3.*global_batch_size = 16"):  # 3 is possible nowhere
         text = SMALL.replace("[8, 2, 4]", "[2, 3]") + "[settings]\ntraining.global_batch_size = 16\n"

@@ -16,7 +16,6 @@ import os
 import pkgutil
 import re
 import sys
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -293,8 +292,8 @@ def _parser() -> _Parser:
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     groups = {
-        section: parser.add_argument_group(f"[{section}]", inspect.getdoc(section_type))
-        for section, section_type in typing.get_type_hints(Config).items()
+        name: parser.add_argument_group(f"[{name}]", inspect.getdoc(section))
+        for name, section in vars(Config()).items()
     }
     for option in options().values():
         groups[option.name.split(".")[0]].add_argument(

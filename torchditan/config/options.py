@@ -2,14 +2,14 @@
 """Every option of TorchDiTan with its type, default and help text.
 
 Each TOML section is a dataclass. Its docstring heads the section in `--help`, and the string under a field is the help
-text of that option. rules.py checks the values; loader.py reads TOML files and the command line. This file must not
-import torch.
+text of that option. Its annotation says what its value must be and what it needs (declarations.py); rules.py checks
+several options together. schema.py reads the annotations, so they are not strings here.
+
+This file must not import torch.
 
 A `Config` is frozen: `Config.replace` and `Config.fill_in` return a changed copy. Its sequences are lists, as in TOML
 and JSON. Do not modify them in place.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
@@ -694,7 +694,7 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     autotune: Autotune = field(default_factory=Autotune)
 
-    def replace(self, values: Mapping[str, Any]) -> Config:
+    def replace(self, values: Mapping[str, Any]) -> "Config":
         """Return a copy with other values: `config.replace({"training.batch_size": 8})`. Values are not checked.
 
         Raises:
@@ -707,7 +707,7 @@ class Config:
         changed = {name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()}
         return dataclasses.replace(self, **changed)
 
-    def fill_in(self, values: Mapping[str, Any]) -> Config:
+    def fill_in(self, values: Mapping[str, Any]) -> "Config":
         """Return a copy in which these values replace None: `config.fill_in({"model.text_width": 64})`."""
         return self.replace({name: value for name, value in values.items() if attrgetter(name)(self) is None})
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-import typing
 
 from torchditan.config.legacy_keys import RENAMED_KEYS
 from torchditan.config.options import Config
@@ -36,8 +35,8 @@ After you change `torchditan/config/options.py`, run `python -m torchditan.confi
 def reference() -> str:
     """The page as Markdown."""
     lines = [_INTRODUCTION]
-    for section, section_type in typing.get_type_hints(Config).items():
-        lines += [f"## [{section}]", inspect.getdoc(section_type) or "", ""]
+    for section, declared in vars(Config()).items():
+        lines += [f"## [{section}]", inspect.getdoc(declared) or "", ""]
         lines += ["| option | type | default | on resume | what it does |", "|---|---|---|---|---|"]
         lines += [_row(option) for name, option in options().items() if name.split(".")[0] == section]
         lines.append("")

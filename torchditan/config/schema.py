@@ -6,10 +6,10 @@ TOML values and flags share one conversion, so that both give the same error mes
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -27,11 +27,15 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 
 @dataclass(frozen=True)
-class _Hint:
-    """What the annotation of a field says."""
+class Option:
+    """One option, as its dataclass field declares it."""
 
     kind: type
     """bool, int, float or str; the element type of a list."""
+    name: str = ""
+    default: Any = None
+    description: str = ""
+    """The text under the field."""
     is_list: bool = False
     optional: bool = False
     choices: Collection[str] = ()
@@ -40,16 +44,6 @@ class _Hint:
     element_rules: tuple[Rule, ...] = ()
     rules: tuple[Rule, ...] = ()
     needs: tuple[Needs, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option(_Hint):
-    """One option, as its dataclass field declares it."""
-
-    name: str
-    default: Any
-    description: str
-    """The text under the field."""
 
     @property
     def takes_plug_ins(self) -> bool:
@@ -140,18 +134,18 @@ def options() -> dict[str, Option]:
     """All options by full name, in the order of options.py."""
     texts = _field_texts()
     found = {}
-    for section, section_hint in typing.get_type_hints(Config, include_extras=True).items():
-        section_type, *of_section = _unwrap(section_hint)
-        hints = typing.get_type_hints(section_type, include_extras=True)
+    for section in dataclasses.fields(Config):
+        section_type, *of_section = _unwrap(section.type)
         defaults = section_type()
         for field in dataclasses.fields(section_type):
-            hint = _read(hints[field.name])
-            name = f"{section}.{field.name}"
-            found[name] = Option(
-                **{**vars(hint), "needs": (*of_section, *hint.needs)},
+            hint = _read(field.type)
+            name = f"{section.name}.{field.name}"
+            found[name] = dataclasses.replace(
+                hint,
                 name=name,
                 default=getattr(defaults, field.name),
                 description=texts[section_type.__name__, field.name],
+                needs=(*of_section, *hint.needs),
             )
     return found
 
@@ -197,9 +191,10 @@ def _unwrap(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
 
 
-def _read(hint: Any) -> _Hint:
+def _read(hint: Any) -> Option:
+    """What an annotation says, without a name."""
     hint, *declared = _unwrap(hint)
-    found = _Hint(hint)
+    found = Option(hint)
     parts = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         first, *words = (part for part in parts if part is not type(None))
@@ -207,10 +202,10 @@ def _read(hint: Any) -> _Hint:
         if words:  # a number or one of these words
             found = dataclasses.replace(found, choices=typing.get_args(words[0]))
     elif typing.get_origin(hint) is Literal:
-        found = _Hint(str, choices=parts)
+        found = Option(str, choices=parts)
     elif typing.get_origin(hint) is list:
         element = _read(parts[0])
-        found = _Hint(element.kind, is_list=True, choices=element.choices, element_rules=element.rules)
+        found = Option(element.kind, is_list=True, choices=element.choices, element_rules=element.rules)
     registry = [each for each in declared if isinstance(each, (Registry, Registries))]
     return dataclasses.replace(
         found,
@@ -221,14 +216,13 @@ def _read(hint: Any) -> _Hint:
 
 
 def _field_texts() -> dict[tuple[str, str], str]:
-    """The string under each field of options.py. Python keeps only the docstrings of classes."""
-    return {
-        (node.name, statement.target.id): inspect.cleandoc(str(below.value.value))
-        for node in ast.parse(inspect.getsource(config_module)).body
-        if isinstance(node, ast.ClassDef)
-        for statement, below in zip(node.body, node.body[1:], strict=False)
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-    }
+    """The string under each field of options.py, which Python does not keep. A search is faster than `ast.parse`."""
+    texts, section = {}, ""
+    for name, field, text in _CLASS_OR_FIELD.findall(inspect.getsource(config_module)):
+        section = name or section
+        texts[section, field] = inspect.cleandoc(text)
+    return texts
+
+
+_CLASS_OR_FIELD = re.compile(r'^class (\w+)|^ {4}(\w+): .*(?:\n(?! {4}["\w]).*)*\n {4}"""([\s\S]*?)"""', re.MULTILINE)
+"""A class, or a field of any number of lines and the string under it."""
