@@ -43,18 +43,6 @@ DATASETS = Registry(
 """`dataset.dataset_name`: functions `build` as above."""
 INDEXED = (*("captions", "digits", "dummy", "earth", "folder", "imagenet", "latents", "scenes", "webdataset"),)
 """Datasets of this package that never stream: refused before their data is opened."""
-CAPTION_OPTIONS = (
-    "caption_from",
-    "caption_key",
-    "trigger_word",
-    "shuffle_tags",
-    "aspect_buckets",
-    "bucket_step",
-    "upscale",
-    "held_out",
-    "num_frames",
-)
-"""Only `captions` reads these options. `dummy`, which can replace any dataset, ignores them."""
 
 
 def build_dataset(
@@ -87,8 +75,6 @@ def build_dataset(
     function, given = resolve(DATASETS, "dataset.dataset_name", name)
     if config.streaming and name in INDEXED:
         raise option_error("dataset.streaming", True, f"{name} is not read from the hub; must be false")
-    if name not in ("captions", "dummy"):
-        _refuse_caption_options(config)
     if config.remote_cache_gib is not None and name != "dummy" and "://" not in (config.root_dir or ""):
         right = "dataset.root_dir is not an address (s3://...) of tar shards; leave it out"
         raise option_error("dataset.remote_cache_gib", config.remote_cache_gib, right)
@@ -124,16 +110,8 @@ def build_stored_latents(
     if config.image_size is not None:
         right = "follows from the latents and the autoencoder; leave it out"
         raise option_error("dataset.image_size", config.image_size, right)
-    _refuse_caption_options(config)
     dataset = build_latents(config, split=split, cache_folder=cache_folder)
     return cast("ImageDataset", _set_classes(config, dataset))
-
-
-def _refuse_caption_options(config: Dataset) -> None:
-    for option in CAPTION_OPTIONS:
-        if getattr(config, option) != getattr(Dataset(), option):
-            right = f"{config.dataset_name} does not read it, only captions does; leave it out"
-            raise option_error(f"dataset.{option}", getattr(config, option), right)
 
 
 def _check_shape(config: Dataset, dataset: Any, *, input_channels: int | None) -> None:

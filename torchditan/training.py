@@ -8,7 +8,8 @@ import os
 from typing import Any
 
 from torchditan.config.errors import ConfigError, did_you_mean
-from torchditan.config.loader import load_config, options
+from torchditan.config.loader import load_config
+from torchditan.config.schema import options
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.job.prepare import prepare
 from torchditan.trainer import Trainer

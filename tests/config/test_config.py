@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml
+from torchditan.config.loader import TRAIN_CONFIGS, from_dict, load_config, to_dict, to_toml
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
+from torchditan.config.reference import reference
+from torchditan.config.rules import missing_for_effect
+from torchditan.config.schema import options
 from torchditan.config.trajectory import trajectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -197,6 +200,27 @@ def test_every_option_and_section_has_a_sentence_of_help() -> None:
         assert option.help.endswith("."), option.name
     for section in vars(Config()).values():
         assert section.__doc__.endswith("."), type(section).__name__
+
+
+def test_what_an_option_declares_is_in_the_message_the_help_and_the_reference(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Needs is refused, and Idle is accepted."""
+    with pytest.raises(ConfigError, match=r"optimizer\.beta1 = 1\.0: .*at least 0, below 1$"):
+        load_config(["--optimizer.beta1=1"])
+    with pytest.raises(
+        ConfigError, match=r"diffusion\.min_snr_gamma = 3\.0: .*diffusion\.loss_weighting = min_snr;.* 5\.0$"
+    ):
+        load_config(["--diffusion.min_snr_gamma=3"])
+    config = load_config(["--compile.mode=max-autotune-no-cudagraphs"])
+    assert missing_for_effect(config, "compile.mode") == "training.compile"
+    with pytest.raises(SystemExit):
+        load_config(["--help"])
+    for text in (" ".join(capsys.readouterr().out.split()), reference()):
+        for option in options().values():
+            assert option.limits in text
+            assert all(need.what in text for need in option.needs)
+            assert all(need.is_missing(Config()) in (True, False) for need in option.needs)  # what it names exists
 
 
 def test_help_names_every_option_and_imports_no_torch(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_impossible_resolutions_are_left_out_with_a_line_unless_they_are_exclude
     ("old", "new", "message"),
     [
         ('"flux/debugmodel"', '"flux/FLUX.1-def"', "did you mean flux/FLUX.1-dev?"),
-        ("[0, 0.5]", "[2]", "checkpoint_fraction = 2: must be the recomputed share of the blocks"),
+        ("[0, 0.5]", "[2]", "activation_checkpoint.fraction = 2.0: must be a number, between 0 and 1"),
         ("[0, 0.5]", "[0]\nresolution = ['512']", 'resolution = "512": must be HEIGHTxWIDTH in pixels'),
         ("[0, 0.5]", "[0]\nresolution = ['60x64']", 'resolution = "60x64": height and width must be multiples of 8'),
         ("[0, 0.5]", "[0]\nmodel.flavor = ['debugmodel']", "Cannot mutate immutable namespace"),

@@ -383,17 +383,22 @@ def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, mes
     ("flags", "message"),
     [
         (
-            ["--model.preset=official", "--model.learn_sigma=false", "--dataset.aspect_buckets"],
+            [
+                "--model.preset=official",
+                "--model.learn_sigma=false",
+                "--dataset.aspect_buckets",
+                "--dataset.dataset_name=captions",
+            ],
             "dataset.aspect_buckets = true: sincos positions are a table for one size; set --model.position rope",
         ),
-        (["--model.text_kernel=3"], "model.text_kernel = 3: has no effect without model.text; leave it out"),
+        (["--model.text_kernel=3"], "model.text_kernel = 3: needs model.text"),
         (
             ["--model.text=joint", "--model.text_kernel=4"],
-            "model.text_kernel = 4: must be odd: a word and as many on each side, or 0",
+            "model.text_kernel = 4: must be an integer, odd, or 0",
         ),
         (
             ["--model.name=flux", "--model.flavor=debugmodel", "--model.text_kernel=3"],
-            "model.text_kernel = 3: flux defines its own; leave it out",
+            "model.text_kernel = 3: needs model.text",
         ),
     ],
 )

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS
-from torchditan.config.loader import load_config, options
+from torchditan.config.loader import load_config
+from torchditan.config.schema import options
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = sorted((REPOSITORY / "results").glob("*.md"))  # history: it keeps the names of its day

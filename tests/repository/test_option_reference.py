@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torchditan.config.loader import options
 from torchditan.config.reference import reference
+from torchditan.config.schema import options
 from torchditan.config.trajectory import TRAJECTORY_KEYS
 
 REPOSITORY = Path(__file__).resolve().parents[2]

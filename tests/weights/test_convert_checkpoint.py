@@ -208,7 +208,9 @@ def test_weights_of_unknown_convention_are_refused_unless_it_is_stated(
     outcome = run_script("train.py", *job(tmp_path / "new", *flags, f"--{option}=sit"))
     assert (outcome.code, outcome.err) == (2, f'error: {option} = "sit": must be torchditan\n')
     outcome = run_script("train.py", *job(tmp_path / "new", f"--{option}=torchditan"))
-    assert outcome.code == 2 and outcome.err.startswith(f'error: {option} = "torchditan": has no effect without')
+    assert outcome.code == 2 and outcome.err.startswith(
+        f'error: {option} = "torchditan": needs checkpoint.initial_load_path'
+    )
     outcome = run_script("torchditan", "import", path, tmp_path / "new")
     assert outcome.code == 2 and "torchditan export" in outcome.err and "checkpoint.initial_load_path" in outcome.err
 

@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from torchditan import load
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import build_config, from_dict, options, to_dict
+from torchditan.config.loader import build_config, from_dict, to_dict
 from torchditan.config.options import Config, flatten
+from torchditan.config.schema import options
 from torchditan.evaluation.card import cards_of_run, read_card, sampling_settings
 from torchditan.evaluation.card_tables import write_card
 from torchditan.latents.index import read_index

@@ -33,13 +33,12 @@ from torchditan.config.loader import (
     TRAIN_CONFIGS,
     build_config,
     find_config,
-    options,
     parse_toml,
     read_toml,
-    value_of_text,
 )
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect, validate
+from torchditan.config.schema import options
 from torchditan.config.trajectory import flatten_tree
 from torchditan.finetune.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 
@@ -448,11 +447,7 @@ def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     if MODEL in flags:
         flags |= published_options(flags.pop(MODEL), flags.pop(RESOLUTION, None))
     if CHECKPOINT_FRACTION in flags:
-        fraction = flags.pop(CHECKPOINT_FRACTION)
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            right = "must be the recomputed share of the blocks, between 0 and 1"
-            raise option_error(CHECKPOINT_FRACTION, fraction, right)
-        flags |= {CHECKPOINTING: "fraction", _FRACTION: fraction}
+        flags |= {CHECKPOINTING: "fraction", _FRACTION: flags.pop(CHECKPOINT_FRACTION)}
     return flags
 
 
@@ -511,7 +506,7 @@ def _parse_value(axis: str, text: str) -> Any:
     option = options().get(_FRACTION if axis == CHECKPOINT_FRACTION else axis)
     if option is None or text == "none":
         return text
-    return value_of_text(option, text)
+    return option.parse(text)
 
 
 def parse_setting(option: str, text: str) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 
 from torchditan.ablation.grid import ALIASES, CHECKPOINT_FRACTION, STANDARD_AXES
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import options
+from torchditan.config.schema import options
 from torchditan.run.atomic_files import write_file
 
 SCHEMA_VERSION = 1

@@ -112,8 +112,6 @@ def _override_normalization(config: options.Autoencoder, autoencoder: Autoencode
     """Normalise by `config.shift` and `config.scale`; if only one is given, the other keeps its published value."""
     if config.shift is None and config.scale is None:
         return
-    if config.scale is not None and min(config.scale, default=0.0) <= 0:
-        raise option_error("autoencoder.scale", config.scale, "must be greater than 0")
     shift = _per_channel("shift", config.shift, autoencoder.shift, autoencoder)
     scale = _per_channel("scale", config.scale, autoencoder.scale, autoencoder)
     autoencoder.set_normalization(shift=shift, scale=scale)

@@ -43,7 +43,7 @@ class ScriptParser(argparse.ArgumentParser):
 
     def _configuration_flag(self, name: str) -> str:
         """`; did you mean --sampling.guidance_scale?` for `--guidance_scale`, which lacks its section."""
-        from torchditan.config.loader import options
+        from torchditan.config.schema import options
 
         key = name.removeprefix("--").replace("-", "_")
         taken = [f"--{option}" for option in options() if f"--{option}".startswith(self._prefixes)]

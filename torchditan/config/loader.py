@@ -2,38 +2,32 @@
 """From a TOML file and command-line flags to a validated `Config`, and back to plain values.
 
 Notable:
-- options, help texts and defaults come from the dataclasses of options.py and are declared only there;
-- TOML values and flags share one conversion, so that both give the same error message;
+- options, help texts and defaults come from the dataclasses of options.py and are declared only there (schema.py);
 - a configuration name refers to a file in train_configs/, from any working directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import functools
 import inspect
 import json
 import os
 import pkgutil
 import re
 import sys
-import types
-import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from torchditan.config import options as config_module
-from torchditan.config.errors import ConfigError, did_you_mean, is_finite_number, nearest, option_error
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy
 from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
 from torchditan.config.prompts import read_prompts
 from torchditan.config.rules import validate, validate_parts, validate_values
+from torchditan.config.schema import Option, convert_all, options, unknown_option
 from torchditan.config.trajectory import flatten_tree, refuse_untrusted_plug_ins
-from torchditan.registry import FAMILIES, OBJECTIVES, Registries, Registry, entry_name, resolve
+from torchditan.registry import FAMILIES, OBJECTIVES, resolve
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,50 +55,6 @@ the flag `--training.steps value` or `--training.steps=value`. A boolean flag ne
 false. Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open:
 the trainer chooses it.
 """
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option, as its dataclass field declares it."""
-
-    name: str
-    kind: type
-    """bool, int, float or str; the element type of a list."""
-    is_list: bool
-    optional: bool
-    choices: Collection[str]
-    """The allowed values of a str; for an int, words that are allowed instead of a number (`auto`). A `Registry`
-    also takes `module:name` and options after the name."""
-    default: Any
-    help: str
-
-    @property
-    def takes_plug_ins(self) -> bool:
-        """Whether the value may be `module:name`, a part of the user's."""
-        return isinstance(self.choices, (Registry, Registries))
-
-    @property
-    def expected(self) -> str:
-        if self.choices and self.kind is int:
-            return f"must be an integer, or {', '.join(self.choices)}"
-        if self.takes_plug_ins and not self.choices:
-            return "must be module:name"
-        if self.choices:
-            one_of = "one of " if len(self.choices) > 1 else ""
-            of_yours = ", or module:name" if self.takes_plug_ins else ""
-            return f"must be {one_of}{', '.join(self.choices)}{of_yours}"
-        if self.is_list:
-            return {
-                int: "must be integers: 32, or [32, 48]",
-                float: "must be numbers: [0.3, 1.0]",
-                str: 'must be texts: ["one", "another"]',
-            }[self.kind]
-        return {
-            bool: "must be true or false",
-            int: "must be an integer",
-            float: "must be a number",
-            str: "must be text",
-        }[self.kind]
 
 
 def load_config(argv: list[str]) -> Config:
@@ -141,7 +91,7 @@ def parse_config(argv: list[str]) -> Config:
     values, ignored, read_otherwise = adopt_legacy({**values, **flags})
     if values.get("checkpoint.enable_checkpoint") is False:  # given, not left open
         values.setdefault("checkpoint.save_final", False)
-    typed = _with_prompts(_coerce_all(values))
+    typed = _with_prompts(convert_all(values))
     values = {
         **flatten(Config()),
         **_defaults_of_objective(typed),
@@ -191,17 +141,7 @@ def _split_flavor(values: dict[str, Any]) -> dict[str, Any]:
 
 def build_config(values: Mapping[str, Any]) -> Config:
     """Build a Config from `{"training.steps": 10, ...}` and the defaults. Each value is checked against its type."""
-    return Config().replace(_coerce_all(values))
-
-
-def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert each value to the type of its option. Raises ConfigError for an unknown option or a wrong value."""
-    coerced = {}
-    for name, value in values.items():
-        if name not in options():
-            raise _unknown_option(name)
-        coerced[name] = _coerce(options()[name], value)
-    return coerced
+    return Config().replace(convert_all(values))
 
 
 def _defaults_of_objective(typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +157,7 @@ def _defaults_of_objective(typed: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {
         name: value for name, value in objective.defaults.items() if not (is_published and name.startswith("model."))
     }
-    return _coerce_all(defaults)
+    return convert_all(defaults)
 
 
 def _defaults_from_others(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,124 +190,6 @@ def to_toml(config: Config) -> str:
             if value is not None and f"{section}.{key}" not in ("job.config_file", "job.print_config")
         ]
     return "\n".join(lines[1:])
-
-
-@functools.cache
-def options() -> dict[str, Option]:
-    """All options by full name, in the order of options.py."""
-    docs = _field_docs()
-    found = {}
-    for section, section_type in typing.get_type_hints(Config).items():
-        hints = typing.get_type_hints(section_type, include_extras=True)
-        defaults = section_type()
-        for field in dataclasses.fields(section_type):
-            kind, is_list, optional, choices = _describe(hints[field.name])
-            found[f"{section}.{field.name}"] = Option(
-                name=f"{section}.{field.name}",
-                kind=kind,
-                is_list=is_list,
-                optional=optional,
-                choices=choices,
-                default=getattr(defaults, field.name),
-                help=docs[section_type.__name__, field.name],
-            )
-    return found
-
-
-def _describe(hint: Any) -> tuple[type, bool, bool, Collection[str]]:
-    """Return (type, is a list, may be None, choices) for a field's annotation."""
-    optional = False
-    if typing.get_origin(hint) is Annotated:  # a registry, whose names are the choices
-        return str, False, optional, hint.__metadata__[0]
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        optional = type(None) in typing.get_args(hint)
-        hint, *words = (part for part in typing.get_args(hint) if part is not type(None))
-        if words:  # a number or one of these words
-            return hint, False, optional, typing.get_args(words[0])
-    if typing.get_origin(hint) is Literal:
-        return str, False, optional, typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        kind, _, _, choices = _describe(typing.get_args(hint)[0])
-        return kind, True, optional, choices
-    return hint, False, optional, ()
-
-
-def _field_docs() -> dict[tuple[str, str], str]:
-    """The string under each field of options.py. Python keeps only the docstrings of classes."""
-    docs = {}
-    for node in ast.parse(inspect.getsource(config_module)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for statement, below in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                docs[node.name, statement.target.id] = inspect.cleandoc(str(below.value.value))
-    return docs
-
-
-def _coerce(option: Option, value: Any) -> Any:
-    """Convert `value`, from TOML or from a flag, to the option's type. Raises ConfigError."""
-    if option.optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
-        return None
-    if not option.is_list:
-        return _coerce_one(option, value, value)
-    elements = value if isinstance(value, list) else [value]
-    return [_coerce_one(option, element, value) for element in elements]
-
-
-def _coerce_one(option: Option, element: Any, value: Any) -> Any:
-    # In Python bool is a subclass of int, but `steps = true` is an error.
-    if option.kind is float and type(element) in (int, float):
-        if not is_finite_number(element):
-            raise option_error(option.name, value, "must be a finite number")
-        return float(element)
-    if option.name == "activation_checkpoint.selective_ac_option" and type(element) is int:
-        return str(element)
-    if option.name == "training.reshard_after_forward":  # also the values of `fully_shard`
-        element = {"true": "always", "false": "never"}.get(str(element).lower(), element)
-    if option.kind is int and isinstance(element, str) and element in option.choices:
-        return element
-    if type(element) is not option.kind:
-        raise option_error(option.name, value, option.expected)
-    if isinstance(option.choices, (Registry, Registries)):
-        name = entry_name(str(element))
-        if option.choices.place(name) is not None:
-            return element  # imported when the job is checked
-        raise option_error(option.name, value, option.expected + did_you_mean(name, option.choices))
-    if option.choices and option.kind is str and element not in option.choices:
-        hint = did_you_mean(str(element), option.choices) if len(option.choices) > 1 else ""
-        raise option_error(option.name, value, option.expected + hint)
-    return element
-
-
-def _unknown_option(name: str) -> ConfigError:
-    """The error with the nearest option: the same key elsewhere, a similar key here, a similar key elsewhere."""
-    section, _, key = name.replace("-", "_").rpartition(".")
-    sections = [field.name for field in dataclasses.fields(Config)]
-    home = nearest(section, sections)
-    home_options = [option for option in options() if option.split(".")[0] == home]
-    same_key = [option for option in options() if option.split(".")[1] == key.lower()]
-    found = (
-        nearest(f"{section}.{key}", same_key, cutoff=0.0)
-        or _nearest_by_key(key, home_options)
-        or _nearest_by_key(key, list(options()))
-    )
-    if found:
-        return ConfigError(f"{name} is not an option; did you mean {found}?")
-    if home_options:
-        keys = ", ".join(option.split(".")[1] for option in home_options)
-        return ConfigError(f"{name} is not an option; [{home}] has {keys}")
-    return ConfigError(f"{name} is not an option; the sections are {', '.join(sections)}")
-
-
-def _nearest_by_key(key: str, names: list[str]) -> str | None:
-    by_key = {name.split(".")[1]: name for name in reversed(names)}
-    found = nearest(key, by_key)
-    return by_key[found] if found else None
 
 
 def find_config(name: str) -> Path:
@@ -424,12 +246,12 @@ def parse_toml(text: str, *, path: Path) -> dict[str, Any]:
     """The tables in the text of a TOML file.
 
     Raises:
-        ConfigError: it does not parse; the message has file, line and column.
+        ConfigError: it does not parse.
     """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(_parse_error(path, text, str(error))) from None
+        raise ConfigError(f"{path}: {error}") from None
     except (ValueError, RecursionError):  # thousands of digits or brackets
         raise ConfigError(f"{path} does not parse: a number is too long, or brackets are nested too deeply") from None
 
@@ -447,21 +269,9 @@ def _outside_section(key: str, value: Any) -> ConfigError:
     return option_error(key, value, f"must be under a section{hint}")
 
 
-def _parse_error(path: Path, text: str, message: str) -> str:
-    """tomllib's message with file, line and column in front; `(at end of document)` becomes a position."""
-    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-    if place:
-        line, column = place.groups()
-    else:
-        lines = text.split("\n")
-        line, column = str(len(lines)), str(len(lines[-1]) + 1)
-    reason = re.sub(r" \(at [^)]*\)$", "", message)
-    return f"{path}, line {line}, column {column}: {reason}"
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # `_coerce` checks values; argparse only reports a missing value.
+        # `Option.convert` checks values; argparse only reports a missing value.
         name = re.sub(r"^argument --([^:]*):.*", r"\1", message)
         expected = f"{options()[name].expected}; write --{name}=VALUE" if name in options() else message
         raise ConfigError(f"{name} has no value: {expected}")
@@ -482,8 +292,8 @@ def _parser() -> _Parser:
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     groups = {
-        section: parser.add_argument_group(f"[{section}]", inspect.getdoc(section_type))
-        for section, section_type in typing.get_type_hints(Config).items()
+        name: parser.add_argument_group(f"[{name}]", inspect.getdoc(section))
+        for name, section in vars(Config()).items()
     }
     for option in options().values():
         groups[option.name.split(".")[0]].add_argument(
@@ -513,12 +323,10 @@ def _metavar(option: Option) -> str | tuple[str, str]:
 
 
 def _help(option: Option) -> str:
-    default = option.default
-    if default in (None, "", []):
-        return option.help.replace("%", "%%")
-    if isinstance(default, bool):
-        default = str(default).lower()
-    return f"{option.help} (default: {default})".replace("%", "%%")
+    default = str(option.default).lower() if isinstance(option.default, bool) else option.default
+    notes = [option.limits, "" if default in (None, "", []) else f"default: {default}"]
+    text = "; ".join(filter(None, notes))
+    return (f"{option.help} ({text})" if text else option.help).replace("%", "%%")
 
 
 def _parse_flags(argv: list[str]) -> dict[str, Any]:
@@ -535,7 +343,7 @@ def _parse_flags(argv: list[str]) -> dict[str, Any]:
 
 def _unknown_flag(flag: str) -> ConfigError:
     if flag.startswith("--"):
-        return _unknown_option(flag[2:].split("=")[0])
+        return unknown_option(flag[2:].split("=")[0])
     hint = f"; did you mean --job.config_file {flag}?" if flag.endswith(".toml") else ""
     return ConfigError(f"{flag} is not part of an option; write options as --section.key value{hint}")
 
@@ -543,13 +351,13 @@ def _unknown_flag(flag: str) -> ConfigError:
 def _from_text(option: Option, text: str | list[str]) -> Any:
     if not option.is_list:
         joined = text if isinstance(text, str) else " ".join(text)
-        return value_of_text(option, joined or ("true" if option.kind is bool else ""))
+        return option.parse(joined or ("true" if option.kind is bool else ""))
     if option.kind is str:
         return texts_from_words([text] if isinstance(text, str) else text)
     words = re.split(r"[,\s]+", " ".join(text).strip("[] "))
     if option.optional and [word.lower() for word in words] == ["none"]:
         return None
-    return [value_of_text(option, word) for word in words if word]
+    return [option.parse(word) for word in words if word]
 
 
 def texts_from_words(words: list[str]) -> list[str]:
@@ -562,16 +370,6 @@ def texts_from_words(words: list[str]) -> list[str]:
         if isinstance(found, list):
             return found
     return words
-
-
-def value_of_text(option: Option, text: str) -> Any:
-    """Parse one value as TOML does. Text that is not a value of the option stays text; `_coerce` refuses it."""
-    if option.kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    try:
-        return option.kind(text)
-    except ValueError:
-        return text
 
 
 def _from_toml_text(words: Iterable[str]) -> Any:
@@ -595,7 +393,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
 
 def override(config: Config, flags: Sequence[str] | Mapping[str, Any], *, sections: Sequence[str]) -> Config:
     """Replace options of these sections, or of these names, by flags or by values. Raises ConfigError for others."""
-    values = flags if isinstance(flags, Mapping) else _with_prompts(_coerce_all(_parse_flags(list(flags))))
+    values = flags if isinstance(flags, Mapping) else _with_prompts(convert_all(_parse_flags(list(flags))))
     changed = build_config({**flatten(config), **values})
     for name in values:
         if name not in sections and name.split(".")[0] not in sections:

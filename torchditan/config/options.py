@@ -2,14 +2,14 @@
 """Every option of TorchDiTan with its type, default and help text.
 
 Each TOML section is a dataclass. Its docstring heads the section in `--help`, and the string under a field is the help
-text of that option. rules.py checks the values; loader.py reads TOML files and the command line. This file must not
-import torch.
+text of that option. Its annotation says what its value must be and what it needs (declarations.py); rules.py checks
+several options together. schema.py reads the annotations, so they are not strings here.
+
+This file must not import torch.
 
 A `Config` is frozen: `Config.replace` and `Config.fill_in` return a changed copy. Its sequences are lists, as in TOML
 and JSON. Do not modify them in place.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,8 +18,21 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from torchditan.config.declarations import (
+    Above,
+    AtLeast,
+    Below,
+    Between,
+    Idle,
+    Length,
+    Needs,
+    Rule,
+    is_inner_folder,
+    is_plain_name,
+)
 from torchditan.registry import (
     BLOCKS,
+    FAMILIES,
     INGREDIENTS,
     METERS,
     METRICS,
@@ -35,6 +48,31 @@ FLAVOR_NAMES = ("debugmodel", "DiT-Mi", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "Di
 """Flavors of models/dit.py, repeated here because that module imports torch. A test compares both lists."""
 FLAVORS_OF = {"dit": FLAVOR_NAMES}
 """Architectures whose flavors are checked before torch is imported; others check their own."""
+
+SEED = Rule("at least 0, below 2^63", lambda value: 0 <= value < 2**63)
+ODD = Rule("odd, or 0", lambda value: value == 0 or (value > 0 and value % 2 == 1))
+EVERY_NTH = Rule(
+    "op, or an integer of at least 1",
+    lambda text: text == "op" or (text.isascii() and text.isdigit() and int(text) >= 1),
+)
+NOT_EMPTY = Rule("not empty", lambda text: bool(text.strip()))
+ASCENDING = Rule("ascending", lambda values: values == sorted(values))
+INNER_FOLDER = Rule("a folder inside the run directory, without `..`", is_inner_folder)
+PLAIN_NAME = Rule("a folder name without slashes, of at most 200 bytes", is_plain_name)
+
+PUBLISHED = Needs("a published model", lambda config: config.model.name in FAMILIES)
+OWN = Needs("a model that is not published", lambda config: config.model.name not in FAMILIES)
+CAPTIONED = Needs(
+    "dataset.dataset_name = captions",
+    lambda config: config.dataset.dataset_name in ("captions", "dummy"),  # dummy can replace any dataset
+)
+CAPTIONS = Needs("model.text, or a published model", lambda config: config.model.text or config.model.name in FAMILIES)
+MUON = Needs("optimizer.name = Muon", lambda config: config.optimizer.name not in ("AdamW", "AdamW8bit"))
+ON_GPU = Idle(unless="a GPU", test=lambda _: False, on="cpu")
+PROFILED = Idle(
+    unless="profiling.enable_profiling",
+    test=lambda config: config.profiling.enable_profiling or config.profiling.enable_memory_snapshot,
+)
 
 
 @dataclass(frozen=True)
@@ -59,57 +97,67 @@ class Model:
     """Architecture: the native diffusion transformer (dit), or a published model of diffusers (docs/finetune.md)."""
     flavor: str = "DiT-S"
     """Size: DiT-Mi to DiT-7B, FLUX.1-dev, SD3-medium, ... or a tiny debugmodel. DiT-S/4 also sets patch_size 4."""
-    path: str | None = None
+    path: Annotated[str | None, PUBLISHED] = None
     """Published weights: a folder saved by diffusers, a hub name or a .safetensors file. Default: random weights."""
     overrides: list[str] = field(default_factory=list)
     """Sizes that replace the flavor's: depth=24 width=1536 num_heads=24. For published models, names of config.json."""
-    preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
+    preset: Annotated[Literal["torchditan", "official", "llama3_diffusion"], OWN] = "torchditan"
     """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (TorchDiTan course project)."""
-    block: Annotated[str, BLOCKS] = "dit"
+    block: Annotated[str, BLOCKS, OWN] = "dit"
     """The repeated block: attention, then a feed-forward layer (dit), or another one (docs/extending.md)."""
-    patch_size: int = 2
+    patch_size: Annotated[int, AtLeast(1), OWN] = 2
     """Side of a square patch, in pixels or latent cells. Image height and width must be multiples of it."""
-    input_channels: int | None = None
+    input_channels: Annotated[int | None, AtLeast(1)] = None
     """Channels of a sample (3 for RGB pixels, 16 for Cosmos latents). Default: the dataset's."""
-    sample_size: list[int] | None = None
+    sample_size: Annotated[list[Annotated[int, Between(1, 65_536)]] | None, Length(2, 3)] = None
     """[Frames,] height and width of the model's input, in pixels or latent cells; filled in from the data."""
-    conditioning: Literal["adaln", "adaln_single", "in_context"] | None = None
+    conditioning: Annotated[Literal["adaln", "adaln_single", "in_context"] | None, OWN] = None
     """Conditioning on timestep and label: adaLN-zero modulation by each block or shared by all (adaln_single), or extra
     tokens. Default: the preset's."""
-    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
+    norm_type: Annotated[Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None, OWN] = None
     """Norm of the blocks; np_layernorm has no parameters, fused_rmsnorm means rmsnorm. Default: the preset's."""
-    qk_norm: bool | None = None
+    qk_norm: Annotated[bool | None, OWN] = None
     """Normalize the queries and keys of every head. Default: the preset's."""
-    mlp: Literal["swiglu", "gelu"] | None = None
+    mlp: Annotated[Literal["swiglu", "gelu"] | None, OWN] = None
     """Feed-forward layer. Default: the preset's."""
-    position: Literal["rope", "sincos", "rope_sincos"] | None = None
+    position: Annotated[Literal["rope", "sincos", "rope_sincos"] | None, OWN] = None
     """Axial 2D rotary embedding, a fixed sin-cos table added to the patches, or both. Default: the preset's."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, Above(0), OWN] = 10000.0
     """Base of the rotary frequencies."""
-    timestep_scale: float = 1000.0
+    timestep_scale: Annotated[float, Above(0), OWN] = 1000.0
     """Factor of the timestep in its embedding: 1000 as DiT, 1 as SiT and LightningDiT. Default for imf: 1."""
-    timestep_frequencies: Literal["dit", "diffusers"] = "dit"
+    timestep_frequencies: Annotated[Literal["dit", "diffusers"], OWN] = "dit"
     """Frequencies of that embedding: the paper's (dit), or the slightly different ones of diffusers' DiT."""
-    learn_sigma: bool | None = None
+    learn_sigma: Annotated[bool | None, OWN] = None
     """Predict a variance in addition to the mean (twice the output channels). Default: the preset's."""
-    patch_bottleneck: int | None = None
+    patch_bottleneck: Annotated[int | None, AtLeast(1), OWN] = None
     """Embed patches by two linear layers with this width between them, such as 128 for JiT. Default: one layer."""
-    text: Literal["in_context", "cross_attention", "joint"] | None = None
+    text: Annotated[Literal["in_context", "cross_attention", "joint"] | None, OWN] = None
     """Read captions: as tokens before the patches, in joint blocks with weights of their own, or by cross-attention in
     every block (docs/text_to_image.md)."""
     text_positions: bool = True
     """Add sin-cos positions to the tokens of a caption, so that the order of words counts. False switches off
     text_kernel as well."""
-    text_kernel: int | None = None
+    text_kernel: Annotated[
+        int | None,
+        ODD,
+        Needs("model.text", lambda config: config.model.text or config.model.text_kernel == 0),
+        Idle(
+            unless="model.text_positions",
+            test=lambda config: config.model.text_positions or not config.model.text_kernel,
+        ),
+    ] = None
     """Number of words in a row, odd, that a convolution mixes, so that the order of words is learned soon; 0 for none.
     Default: 5 with text_blocks, else 0."""
-    text_blocks: int | None = None
+    text_blocks: Annotated[
+        int | None, AtLeast(0), Needs("model.text", lambda config: config.model.text or config.model.text_blocks == 0)
+    ] = None
     """Number of blocks that only the tokens of a caption pass, before the others. Default: 2 for wordllama, else 0."""
-    text_tokens: int | None = None
+    text_tokens: Annotated[int | None, AtLeast(1), Needs("model.text")] = None
     """Number of tokens in a caption's embeddings; filled in from the captions."""
-    text_width: int | None = None
+    text_width: Annotated[int | None, AtLeast(1), Needs("model.text")] = None
     """Width of a caption's embeddings; filled in from the captions."""
-    pooled_width: int | None = None
+    pooled_width: Annotated[int | None, AtLeast(1), Needs("model.text")] = None
     """Width of a caption's pooled embedding, which is added to the timestep's; filled in from the captions."""
 
 
@@ -127,13 +175,13 @@ class Dataset:
     """Hugging Face dataset to read instead of root_dir, if the dataset supports it."""
     streaming: bool = False
     """Stream the hub dataset in its stored order instead of downloading it first (torchdata, unshuffled)."""
-    image_size: list[int] | None = None
+    image_size: Annotated[list[Annotated[int, AtLeast(1)]] | None, Length(1, 2)] = None
     """Height and width of a sample, `32` or `[32, 48]`. Default: the dataset's."""
-    num_classes: int | None = None
+    num_classes: Annotated[int | None, AtLeast(0)] = None
     """Number of class labels; 0 trains without labels. Default: the dataset's."""
-    num_workers: int = 2
+    num_workers: Annotated[int, AtLeast(0)] = 2
     """Worker processes per rank that decode images (threads for latents); 0 decodes in the training process."""
-    prefetch_factor: int = 4
+    prefetch_factor: Annotated[int, AtLeast(1), Idle(unless="dataset.num_workers")] = 4
     """Batches that each worker prepares ahead."""
     crop: Literal["center", "adm", "random"] = "center"
     """Part of a larger image: its center, the center resampled as in ADM, or a part chosen by the image's number."""
@@ -147,29 +195,29 @@ class Dataset:
     """Identity of latents, captions or a folder of images; filled in. A run refuses to resume with other data."""
     corrupt_images: Literal["error", "skip"] = "error"
     """How to handle unreadable images: stop and name them (error), or name them and use the next images (skip)."""
-    dummy_fill: Literal["normal", "zeros"] = "normal"
+    dummy_fill: Annotated[Literal["normal", "zeros"], Idle(unless="dataset.dataset_name = dummy")] = "normal"
     """Values of the dummy dataset: standard normal, or zeros (which GPUs process faster than real data)."""
-    dummy_size: int = 10000
+    dummy_size: Annotated[int, AtLeast(1), Idle(unless="dataset.dataset_name = dummy")] = 10000
     """Number of samples in the dummy dataset."""
-    caption_key: str = "text"
-    """Column of the captions in metadata.jsonl, parquet files and hub datasets; key in `.json` members (captions)."""
-    caption_from: Literal["files", "file_name"] = "files"
-    """Where captions are: in files next to the images, or the image's own name: `a_red_cat.png` (captions)."""
-    trigger_word: str | None = None
-    """Replaces `[trigger]` in captions; captions without `[trigger]` start with it (captions)."""
-    shuffle_tags: int = 0
+    caption_key: Annotated[str, CAPTIONED] = "text"
+    """Column of the captions in metadata.jsonl, parquet files and hub datasets; key in `.json` members."""
+    caption_from: Annotated[Literal["files", "file_name"], CAPTIONED] = "files"
+    """Where captions are: in files next to the images, or the image's own name: `a_red_cat.png`."""
+    trigger_word: Annotated[str | None, NOT_EMPTY, CAPTIONED] = None
+    """Replaces `[trigger]` in captions; captions without `[trigger]` start with it."""
+    shuffle_tags: Annotated[int, AtLeast(0), CAPTIONED] = 0
     """Variants of each caption of comma-separated tags, shuffled after the first tag; 0 keeps captions as they are."""
-    aspect_buckets: bool = False
-    """Keep each image's approximate aspect ratio at about the area of image_size; one size per step (captions)."""
-    bucket_step: int = 64
-    """The sides of a bucket are multiples of this number of pixels (captions)."""
-    upscale: bool = False
-    """Enlarge images that are smaller than their sample instead of refusing them (captions)."""
-    held_out: int | None = None
-    """Number of images held out for validation. Default: 2 percent if there are 20 or more (captions)."""
-    num_frames: int | None = None
-    """Read the first num_frames frames of videos instead of images (captions)."""
-    remote_cache_gib: float | None = None
+    aspect_buckets: Annotated[bool, CAPTIONED] = False
+    """Keep each image's approximate aspect ratio at about the area of image_size; one size per step."""
+    bucket_step: Annotated[int, AtLeast(1), CAPTIONED] = 64
+    """The sides of a bucket are multiples of this number of pixels."""
+    upscale: Annotated[bool, CAPTIONED] = False
+    """Enlarge images that are smaller than their sample instead of refusing them."""
+    held_out: Annotated[int | None, AtLeast(0), CAPTIONED] = None
+    """Number of images held out for validation. Default: 2 percent if there are 20 or more."""
+    num_frames: Annotated[int | None, AtLeast(1), CAPTIONED] = None
+    """Read the first num_frames frames of videos instead of images."""
+    remote_cache_gib: Annotated[float | None, Above(0)] = None
     """Most GiB of blocks of remote tar shards in cache.folder; above it, the oldest are deleted. Default: no limit."""
 
 
@@ -181,7 +229,7 @@ class Autoencoder:
     """haar, cosmos, diffusers, or the name of a published one (docs/data.md). Default: that of the latents."""
     path: str | None = None
     """Folder of the weights, or a hub name. Default: follows from the latents, autoencoder.name or model.path."""
-    downsampling: int | None = None
+    downsampling: Annotated[int | None, AtLeast(1)] = None
     """Pixels per latent cell along each side: 2, 4 or 8 for haar (default 4); fixed for the others."""
     online: bool = False
     """Encode pixels on the device at each step instead of reading encoded latents."""
@@ -191,7 +239,7 @@ class Autoencoder:
     """Compute precision of the autoencoder. Default: the precision that its weights need."""
     shift: list[float] | None = None
     """Normalization (z - shift) x scale, one number or one per channel. Default: published values or index.json."""
-    scale: list[float] | None = None
+    scale: Annotated[list[Annotated[float, Above(0)]] | None, Length(1)] = None
     """See shift."""
     fingerprint: str | None = None
     """Identity of the weights, filled in from the latents. A decoder with another identity is refused."""
@@ -213,7 +261,7 @@ class Diffusion:
     """What the model predicts. Default: v, the velocity, for flow_matching; epsilon, the noise, for ddpm."""
     loss_weighting: Literal["none", "min_snr"] = "none"
     """Weight of the training loss by noise level: none, or min_snr (Hang et al. 2023). Validation has no weights."""
-    min_snr_gamma: float = 5.0
+    min_snr_gamma: Annotated[float, Above(0), Needs("diffusion.loss_weighting = min_snr")] = 5.0
     """With min_snr: the squared error of x has weight min(SNR, gamma)."""
     noise_schedule: Literal["linear", "cosine", "scaled_linear"] | None = None
     """Noise levels of ddpm. Default: linear (0.0001 to 0.02), as DiT; scaled_linear for sdxl."""
@@ -221,15 +269,15 @@ class Diffusion:
     """Distribution of the training timesteps (t = 0 is noise, t = 1 is data)."""
     logit_normal_mean: float = 0.0
     """Mean of logit(t); a value below 0 trains more on noisy samples. Default for imf: 0.4."""
-    logit_normal_std: float = 1.0
+    logit_normal_std: Annotated[float, Above(0)] = 1.0
     """Standard deviation of logit(t)."""
-    timestep_shift: float | None = None
+    timestep_shift: Annotated[float | None, Above(0)] = None
     """Shift towards noise, t / (t + shift (1 - t)), also in sampling; 1 disables it. Default: the model's, or 1."""
-    timestep_shift_base: int | None = None
+    timestep_shift_base: Annotated[int | None, AtLeast(1)] = None
     """Set timestep_shift to sqrt(values of a sample / base). 4096 is the base of RAE (Zheng et al. 2025)."""
-    label_dropout: float = 0.1
+    label_dropout: Annotated[float, Between(0, 1)] = 0.1
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
-    embedded_guidance: float = 1.0
+    embedded_guidance: Annotated[float, AtLeast(0)] = 1.0
     """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
     ingredients: list[Annotated[str, INGREDIENTS]] = field(default_factory=list)
     """Changes of the objective, each with its options after the name, "module:name weight=0.1" (docs/extending.md)."""
@@ -239,19 +287,19 @@ class Diffusion:
 class Training:
     """Batch size, steps, precision and parallelism."""
 
-    batch_size: int | Literal["auto"] | None = None
+    batch_size: Annotated[int | Literal["auto"] | None, AtLeast(1)] = None
     """Images per rank in one forward pass; auto searches. Default: global_batch_size divided by the ranks, or 16."""
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, AtLeast(1)] = None
     """Images per optimizer step over all ranks. If it exceeds ranks x batch_size, gradients accumulate."""
-    steps: int = 1000
+    steps: Annotated[int, AtLeast(1)] = 1000
     """Number of optimizer steps."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed for weights, data order, noise, timesteps, label dropout and samples."""
     deterministic: bool = False
     """Use only deterministic kernels: slower, but bitwise reproducible."""
     compile: bool = False
     """Compile the transformer blocks, or the whole model, with torch.compile."""
-    max_norm: float = 1.0
+    max_norm: Annotated[float, AtLeast(0)] = 1.0
     """Clip gradients to this global norm; 0 measures the norm without clipping."""
     mixed_precision_param: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     """Parameter precision in forward and backward; float16 uses loss scaling. Trained weights stay float32. "auto":
@@ -260,26 +308,29 @@ class Training:
     """Precision of the gradient reduction over ranks."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Products of float32 matrices in the run: IEEE float32, TF32 on CUDA (high), or also bfloat16 on CPUs with AMX."""
-    attention_backend: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"
+    attention_backend: Annotated[
+        Literal["default", "cudnn", "flash", "efficient", "math"],
+        Idle(unless="a GPU", test=lambda config: config.training.attention_backend == "math", on="cpu"),
+    ] = "default"
     """Kernel of attention: on a GPU flash (default), or the one you prefer, where it can compute the call."""
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: Annotated[int, AtLeast(1)] = 1
     """Number of model replicas: the world size gives DDP, a number between 1 and the world size gives HSDP."""
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: Annotated[int, AtLeast(1, other=-1)] = -1
     """Number of ranks that share the parameters (FSDP); -1 uses all remaining ranks."""
-    context_parallel_degree: int = 1
+    context_parallel_degree: Annotated[int, AtLeast(1)] = 1
     """Number of ranks that share the tokens of each sample, for long sequences. They count as one in batch_size."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """FSDP: free gathered weights after the forward pass, but keep the last block's (default), always (also true) or
     never (false)."""
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: Annotated[bool, ON_GPU] = False
     """Keep parameters, gradients and optimizer state in host memory."""
-    on_nonfinite: Literal["stop", "rollback"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "rollback"], Needs("checkpoint.enable_checkpoint")] = "stop"
     """On a NaN: stop, or return to the last checkpoint and skip that data. rollback also acts on loss spikes."""
-    max_rollbacks: int = 3
+    max_rollbacks: Annotated[int, AtLeast(1), Idle(unless="training.on_nonfinite = rollback")] = 3
     """Stop after this number of returns to the same checkpoint."""
-    loss_spike_factor: float = 3.0
+    loss_spike_factor: Annotated[float, Above(1, other=0), Idle(unless="training.on_nonfinite = rollback")] = 3.0
     """With rollback, a loss above its running mean times this factor is a spike; 0 detects only NaN."""
-    gc_freq: int = 50
+    gc_freq: Annotated[int, AtLeast(1)] = 50
     """Steps between two Python garbage collections, on all ranks at once."""
 
     def batch_size_on(self, num_ranks: int) -> int | Literal["auto"]:
@@ -295,27 +346,29 @@ class Optimizer:
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
     """AdamW, torchao's AdamW with 8-bit moments, or Muon for the matrices of the blocks and AdamW for the rest."""
-    lr: float = 1e-4
+    lr: Annotated[float, AtLeast(0)] = 1e-4
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
     """Decay rate of the first moment."""
-    beta2: float = 0.999
+    beta2: Annotated[float, AtLeast(0), Below(1)] = 0.999
     """Decay rate of the second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, Above(0)] = 1e-8
     """Added to the denominator of the update."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """Decoupled weight decay, not of norms, biases and embeddings."""
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], MUON, Needs("optimizer.adamw_lr")] = (
+        "match_rms_adamw"
+    )
     """Muon: factor of lr for a matrix, sqrt(max(1, rows / columns)) or 0.2 sqrt(max(rows, columns))."""
-    adamw_lr: float | None = None
+    adamw_lr: Annotated[float | None, AtLeast(0), MUON] = None
     """Muon: peak learning rate of the AdamW part. Default with match_rms_adamw: lr. original needs it."""
-    momentum: float = 0.95
+    momentum: Annotated[float, AtLeast(0), Below(1), MUON] = 0.95
     """Muon: decay rate of the momentum."""
-    nesterov: bool = True
+    nesterov: Annotated[bool, MUON] = True
     """Muon: Nesterov's momentum."""
-    ns_steps: int = 5
+    ns_steps: Annotated[int, AtLeast(1), MUON] = 5
     """Muon: number of Newton-Schulz iterations."""
-    ns_dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    ns_dtype: Annotated[Literal["bfloat16", "float32", "auto"], MUON] = "bfloat16"
     """Muon: dtype of the iterations. auto is bfloat16 where the device multiplies in it, else float32, which is faster
     there."""
 
@@ -326,11 +379,11 @@ class LRScheduler:
 
     schedule: Annotated[str, SCHEDULES] = "constant"
     """Learning rate after warmup: constant, cosine or linear decay to the end, or warmup-stable-decay (wsd)."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Number of linear warmup steps."""
-    decay_ratio: float = 0.2
+    decay_ratio: Annotated[float, Between(0, 1)] = 0.2
     """Fraction of all steps, at the end, in which wsd decays."""
-    min_lr_factor: float = 0.0
+    min_lr_factor: Annotated[float, Between(0, 1)] = 0.0
     """Learning rate at the end of a decay, as a fraction of the peak."""
 
 
@@ -340,9 +393,9 @@ class ActivationCheckpoint:
 
     mode: Literal["none", "full", "selective", "fraction"] = "none"
     """Blocks that recompute their activations: none, all (full), those of selective_ac_option, or a fraction."""
-    selective_ac_option: str = "2"
+    selective_ac_option: Annotated[str, EVERY_NTH, Idle(unless="activation_checkpoint.mode = selective")] = "2"
     """For mode selective: n checkpoints every n-th block; op keeps the outputs of matmuls and attention."""
-    fraction: float = 1.0
+    fraction: Annotated[float, Between(0, 1), Idle(unless="activation_checkpoint.mode = fraction")] = 1.0
     """For mode fraction: the fraction of blocks, evenly spread, from 0 (none) to 1 (all)."""
 
 
@@ -381,18 +434,20 @@ class Checkpoint:
     """Without enable_checkpoint, keep the weights of the last step (the averaged ones if the run has an average) in one
     file. Such a run cannot be continued, only started from. If you set enable_checkpoint to false, the default is
     false: nothing is kept."""
-    folder: str = "checkpoint"
+    folder: Annotated[str, INNER_FOLDER] = "checkpoint"
     """Folder of the checkpoints inside the run directory."""
-    interval: int = 500
+    interval: Annotated[int, AtLeast(1), Idle(unless="checkpoint.enable_checkpoint")] = 500
     """Optimizer steps between checkpoints; the last step is always saved."""
-    keep_latest_k: int = 2
+    keep_latest_k: Annotated[int, AtLeast(0), Idle(unless="checkpoint.enable_checkpoint")] = 2
     """Number of checkpoints to keep; 0 keeps all."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    async_mode: Annotated[
+        Literal["disabled", "async", "async_with_pinned_mem"], Idle(unless="checkpoint.enable_checkpoint")
+    ] = "disabled"
     """Write in the background: training waits only for a copy of the state. Pinned memory is for GPUs."""
     initial_load_path: str | None = None
     """Start a new run from these weights: a .safetensors file, a run directory, one of its checkpoints, or a shared
     model (a folder, hub:owner/name, or the name of a shipped one). A LoRA starts from a LoRA (docs/finetune.md)."""
-    initial_load_convention: Literal["torchditan"] | None = None
+    initial_load_convention: Annotated[Literal["torchditan"] | None, Needs("checkpoint.initial_load_path")] = None
     """Convention of weights from other programs; torchditan: t = 0 is noise, t = 1 data, velocity prediction."""
 
 
@@ -400,30 +455,30 @@ class Checkpoint:
 class Metrics:
     """The run's name, its logs and the samples drawn during training."""
 
-    experiment_name: str | None = None
+    experiment_name: Annotated[str | None, PLAIN_NAME] = None
     """Name of the run and of its folder. Default: the name of the config file."""
-    log_freq: int = 10
+    log_freq: Annotated[int, AtLeast(1)] = 10
     """Steps between two log lines."""
     enable_color_printing: bool = True
     """Colour the console lines on a terminal."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
-    save_tb_folder: str = "tensorboard"
+    save_tb_folder: Annotated[str, INNER_FOLDER, Idle(unless="metrics.enable_tensorboard")] = "tensorboard"
     """Folder of the event files inside the run directory."""
-    legacy_tags: bool = False
+    legacy_tags: Annotated[bool, Needs("metrics.enable_tensorboard")] = False
     """Also write the TensorBoard scalars under the course project's tags (wps, im/s, ...; docs/compatibility.md). The
     default is true with TensorBoard, if the job has model.preset llama3_diffusion or keys of the course project."""
     enable_wandb: bool = False
     """Log to Weights & Biases; offline if you are not logged in."""
-    wandb_project: str = "torchditan"
+    wandb_project: Annotated[str, Idle(unless="metrics.enable_wandb")] = "torchditan"
     """Weights & Biases project."""
     meters: list[Annotated[str, METERS]] = field(default_factory=list)
     """Further numbers of logged steps, such as update_norm (docs/extending.md)."""
     enable_sampling: bool = True
     """Draw sample grids during training."""
-    sample_freq: int = 0
+    sample_freq: Annotated[int, AtLeast(0), Idle(unless="metrics.enable_sampling")] = 0
     """Steps between two sample grids; 0 draws one at the end of the run."""
-    sample_batch_size: int = 16
+    sample_batch_size: Annotated[int, AtLeast(1)] = 16
     """Images that each rank samples at once."""
 
 
@@ -434,34 +489,40 @@ class Sampling:
     sampler: Annotated[str, SAMPLERS] = "euler"
     """flow_matching: euler, of second order heun and dpmpp_2m, or ancestral, which adds noise in each step. ddpm: ddim,
     which euler means too, or ancestral."""
-    num_steps: int = 50
+    num_steps: Annotated[int, AtLeast(1)] = 50
     """Solver steps from noise to image; heun evaluates the model twice per step. Default for imf: 1."""
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Levels of ddpm, for 10 steps: trailing 99, 199, ..., 999; leading 0, 100, ..., 900; linspace 0, 111, ..., 999."""
     clip_sample: bool | None = None
     """Clip the sample that ddpm predicts in each step to [-1, 1]. Default: for runs that train on pixels."""
-    timestep_shift: float | None = None
+    timestep_shift: Annotated[float | None, Above(0)] = None
     """Shift towards noise in sampling, for flow_matching. Default: diffusion.timestep_shift."""
-    guidance_scale: float = 2.0
+    guidance_scale: Annotated[float, AtLeast(0)] = 2.0
     """Scale of classifier-free guidance; 1 disables it."""
-    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    guidance_interval: Annotated[list[Annotated[float, Between(0, 1)]], Length(2, 2), ASCENDING] = field(
+        default_factory=lambda: [0.0, 1.0]
+    )
     """Guidance applies for t between these two values (t = 1 is data)."""
-    guidance_channels: int | None = None
+    guidance_channels: Annotated[int | None, AtLeast(1)] = None
     """Guide only the first n channels, as the official DiT does (3). Default: all."""
-    images_per_class: int = 8
+    images_per_class: Annotated[int, AtLeast(1)] = 8
     """Generated images in each row of the grid."""
-    max_classes: int = 10
+    max_classes: Annotated[int, AtLeast(1)] = 10
     """Maximum number of rows in the grid; each row shows one class."""
     use_ema: bool = True
     """Sample from the EMA weights if the run has them."""
-    prompts: list[str] = field(default_factory=list)
+    prompts: Annotated[list[str], CAPTIONS] = field(default_factory=list)
     """Prompts to sample, one grid row each; `@prompts.txt` stands for the lines of a file (docs/text_to_image.md).
     Default: four held-out captions, or else training captions."""
-    negative_prompt: str = ""
+    negative_prompt: Annotated[
+        str,
+        CAPTIONS,
+        Idle(unless="a sampling.guidance_scale other than 1", test=lambda config: config.sampling.guidance_scale != 1),
+    ] = ""
     """Guidance moves samples away from this text. Default: the empty caption."""
     at_start: bool = False
     """Also draw a grid before the first step."""
-    embedded_guidance: float = 3.5
+    embedded_guidance: Annotated[float, AtLeast(0)] = 3.5
     """Guidance scale during sampling, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
 
 
@@ -475,7 +536,7 @@ class TextEncoder:
     path: str | None = None
     """Folder or hub name of a diffusers pipeline, or of an encoder that transformers opens (FLAN-T5, T5Gemma, CLIP's
     text model, Qwen3). A published model's default: model.path."""
-    max_length: int | None = None
+    max_length: Annotated[int | None, AtLeast(1)] = None
     """Tokens per caption. Default: as many as the pipeline's model takes; 128 for an encoder, or fewer if it reads
     fewer; 64 for wordllama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -496,13 +557,13 @@ class Cache:
 class LoRA:
     """Low-rank adapters, to fine-tune a published model without training all its weights."""
 
-    rank: int = 0
+    rank: Annotated[int, AtLeast(0)] = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: float | None = None
+    alpha: Annotated[float | None, Above(0), Needs("lora.rank")] = None
     """Adapter updates are scaled by alpha / rank. Default: the rank."""
-    target_modules: list[str] = field(default_factory=list)
+    target_modules: Annotated[list[str], Needs("lora.rank")] = field(default_factory=list)
     """Layers that get an adapter, by the end of their names or by regular expression. Default: attention layers."""
-    assistant_path: str | None = None
+    assistant_path: Annotated[str | None, Needs("lora.rank")] = None
     """A LoRA that is active in training and disabled in sampling, such as FLUX.1-schnell's training adapter."""
 
 
@@ -510,7 +571,7 @@ class LoRA:
 class Quantize:
     """Storage precision of the frozen weights under a LoRA."""
 
-    base: Literal["float32", "bfloat16", "int8"] = "float32"
+    base: Annotated[Literal["float32", "bfloat16", "int8"], Needs("lora.rank")] = "float32"
     """Precision of the blocks' frozen linear layers; int8 (one scale per row) halves the memory of bfloat16."""
 
 
@@ -520,11 +581,11 @@ class EMA:
 
     enable: bool = True
     """Keep an exponential moving average of the weights, for sampling and export."""
-    decay: float = 0.9999
+    decay: Annotated[float, AtLeast(0), Below(1), Needs("ema.width = none"), Idle(unless="ema.enable")] = 0.9999
     """Decay per step after warmup; 0.9999 suits a global batch of 256."""
-    warmup: bool = True
+    warmup: Annotated[bool, Needs("ema.width = none"), Idle(unless="ema.enable")] = True
     """Average over fewer steps at the start: decay min(decay, (1 + step) / (10 + step))."""
-    width: float | None = None
+    width: Annotated[float | None, Above(0), Below(0.2887), Idle(unless="ema.enable")] = None
     """In place of decay and warmup: the average's width relative to the steps so far, such as 0.05 (sigma_rel)."""
 
 
@@ -532,9 +593,9 @@ class EMA:
 class Validation:
     """The loss on held-out images, comparable between runs."""
 
-    freq: int = 0
+    freq: Annotated[int, AtLeast(0)] = 0
     """Steps between two validation losses, computed with fixed noise and timesteps; 0 disables validation."""
-    num_images: int = 256
+    num_images: Annotated[int, AtLeast(1)] = 256
     """Number of held-out images per validation."""
     by_timestep: bool = True
     """Also compute the loss in 8 equal bins of t, with one more forward pass per batch."""
@@ -544,15 +605,15 @@ class Validation:
 class Evaluation:
     """Metrics of guided samples against real images, during training (docs/evaluation.md)."""
 
-    freq: int = 0
+    freq: Annotated[int, AtLeast(0)] = 0
     """Steps between two evaluations, and one at the last step; 0 disables them."""
-    metrics: list[Annotated[str, METRICS]] = field(default_factory=lambda: ["effnet"])
+    metrics: Annotated[list[Annotated[str, METRICS]], Length(1)] = field(default_factory=lambda: ["effnet"])
     """What to compute: effnet, inception or classifier; prompts for a model of captions of the dataset scenes."""
-    num_samples: int = 2600
+    num_samples: Annotated[int, AtLeast(1)] = 2600
     """Samples per evaluation. FD-EffNetLite0 needs more than 1,280, and FID more than 2,048."""
     class_balance: Literal["data", "balanced", "random"] = "data"
     """Classes of the samples: as often as in the training images, balanced, or drawn at random."""
-    seed: int = 1
+    seed: Annotated[int, AtLeast(0)] = 1
     """Seed of the noise."""
     inception_weights: str | None = None
     """Weights file of Inception-2015. Default: torch-fidelity's, downloaded once."""
@@ -564,13 +625,13 @@ class Profiling:
 
     enable_profiling: bool = False
     """Write traces of torch.profiler."""
-    save_traces_folder: str = "profile_trace"
+    save_traces_folder: Annotated[str, INNER_FOLDER] = "profile_trace"
     """Folder of the traces inside the run directory."""
-    profile_freq: int = 100
+    profile_freq: Annotated[int, AtLeast(1), PROFILED] = 100
     """Steps between two traced steps."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots, every profile_freq steps and on running out of memory."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[str, INNER_FOLDER] = "memory_snapshot"
     """Folder of the snapshots inside the run directory."""
 
 
@@ -578,11 +639,11 @@ class Profiling:
 class Comm:
     """Timeouts of the communication between ranks."""
 
-    init_timeout_seconds: int = 600
+    init_timeout_seconds: Annotated[int, AtLeast(1)] = 600
     """Timeout of collectives in saving, and until the first step is done (compilation is slow)."""
-    train_timeout_seconds: int = 100
+    train_timeout_seconds: Annotated[int, AtLeast(1)] = 100
     """Timeout of collectives after the first step."""
-    trace_buf_size: int = 2000
+    trace_buf_size: Annotated[int, AtLeast(0)] = 2000
     """Number of collectives that torch's Flight Recorder keeps and writes if a rank hangs; 0 keeps none."""
 
 
@@ -592,15 +653,15 @@ class Autotune:
 
     goal: Literal["largest", "fastest"] = "largest"
     """The largest batch that fits, or the tried batch that gives the most images per second."""
-    memory_margin: float = 0.05
+    memory_margin: Annotated[float, AtLeast(0), Below(1)] = 0.05
     """Fraction of the device's memory that the chosen batch leaves free."""
-    batch_size_multiple: int = 1
+    batch_size_multiple: Annotated[int, AtLeast(1)] = 1
     """The search tries multiples of this batch size; 16 suits float8."""
-    max_batch_size: int = 4096
+    max_batch_size: Annotated[int, AtLeast(1)] = 4096
     """Largest batch size per rank that the search tries."""
-    steps: int = 6
+    steps: Annotated[int, AtLeast(2)] = 6
     """Optimizer steps per trial."""
-    memory_limit_gib: float | None = None
+    memory_limit_gib: Annotated[float | None, Above(0)] = None
     """Memory limit per rank on a CPU. Without it, the search may use all memory of the machine."""
 
 
@@ -616,13 +677,13 @@ class Config:
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    lora: LoRA = field(default_factory=LoRA)
-    quantize: Quantize = field(default_factory=Quantize)
+    lora: Annotated[LoRA, PUBLISHED] = field(default_factory=LoRA)
+    quantize: Annotated[Quantize, PUBLISHED] = field(default_factory=Quantize)
     text_encoder: TextEncoder = field(default_factory=TextEncoder)
     cache: Cache = field(default_factory=Cache)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
+    compile: Annotated[Compile, Idle(unless="training.compile")] = field(default_factory=Compile)
+    float8: Annotated[Float8, Idle(unless="float8.enable_float8_linear")] = field(default_factory=Float8)
     ema: EMA = field(default_factory=EMA)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
@@ -633,7 +694,7 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     autotune: Autotune = field(default_factory=Autotune)
 
-    def replace(self, values: Mapping[str, Any]) -> Config:
+    def replace(self, values: Mapping[str, Any]) -> "Config":
         """Return a copy with other values: `config.replace({"training.batch_size": 8})`. Values are not checked.
 
         Raises:
@@ -646,7 +707,7 @@ class Config:
         changed = {name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()}
         return dataclasses.replace(self, **changed)
 
-    def fill_in(self, values: Mapping[str, Any]) -> Config:
+    def fill_in(self, values: Mapping[str, Any]) -> "Config":
         """Return a copy in which these values replace None: `config.fill_in({"model.text_width": 64})`."""
         return self.replace({name: value for name, value in values.items() if attrgetter(name)(self) is None})
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-import typing
 
 from torchditan.config.legacy_keys import RENAMED_KEYS
-from torchditan.config.loader import Option, options
 from torchditan.config.options import Config
+from torchditan.config.schema import Option, options
 from torchditan.config.trajectory import TRAJECTORY_KEYS
 
 _INTRODUCTION = """\
@@ -36,8 +35,8 @@ After you change `torchditan/config/options.py`, run `python -m torchditan.confi
 def reference() -> str:
     """The page as Markdown."""
     lines = [_INTRODUCTION]
-    for section, section_type in typing.get_type_hints(Config).items():
-        lines += [f"## [{section}]", inspect.getdoc(section_type) or "", ""]
+    for section, declared in vars(Config()).items():
+        lines += [f"## [{section}]", inspect.getdoc(declared) or "", ""]
         lines += ["| option | type | default | on resume | what it does |", "|---|---|---|---|---|"]
         lines += [_row(option) for name, option in options().items() if name.split(".")[0] == section]
         lines.append("")
@@ -54,14 +53,14 @@ def _row(option: Option) -> str:
 
 
 def _type(option: Option) -> str:
-    if option.takes_plug_ins and not option.choices:
-        return "`module:name`"
-    if option.choices:
-        words = ", ".join(f"`{choice}`" for choice in option.choices)
-        of_yours = ", or `module:name`" if option.takes_plug_ins else ""
-        return f"integer or {words}" if option.kind is int else f"{words}{of_yours}"
+    words = ", ".join(f"`{choice}`" for choice in option.choices)
+    if option.takes_plug_ins:
+        words += ", or `module:name`" if words else "`module:name`"
     name = {bool: "boolean", int: "integer", float: "number", str: "text"}[option.kind]
-    return f"list of {name}s" if option.is_list else name
+    name = f"list of {name}s" if option.is_list else name
+    if words:
+        name = f"integer or {words}" if option.kind is int else words
+    return f"{name}; {option.limits}" if option.limits else name
 
 
 def _default(option: Option) -> str:

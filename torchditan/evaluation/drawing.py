@@ -55,10 +55,8 @@ def plan_samples(
         seed: of the evaluation.
 
     Raises:
-        ConfigError: `num_samples` is not positive, or "data" lacks the class counts.
+        ConfigError: "data" lacks the class counts.
     """
-    if num_samples < 1:
-        raise option_error("--num_samples", num_samples, "must be at least 1")
     if not num_classes:
         return SamplePlan([noise_number(0, number) for number in range(num_samples)])
     if class_balance == "random":

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 import torchditan.config.options
-from torchditan.config.errors import did_you_mean, option_error
+from torchditan.config.errors import option_error
 from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig, flavor_size
 from torchditan.models.spec import (
     ClassLabels,
@@ -54,9 +54,6 @@ def build_dit_spec(
     num_classes: int,
     scalars: Mapping[str, float] = MappingProxyType({}),
 ) -> ModelSpec:
-    if config.flavor not in FLAVORS:
-        right = f"must be one of {', '.join(FLAVORS)}{did_you_mean(config.flavor, FLAVORS)}"
-        raise option_error("model.flavor", config.flavor, right)
     options = dict(PRESETS[config.preset])
     overrides = {option: getattr(config, option) for option in options}
     options |= {option: value for option, value in overrides.items() if value is not None}

@@ -17,7 +17,8 @@ from torchditan.ablation.grid import PARALLEL, PRECISION, PRECISIONS, STANDARD_A
 from torchditan.ablation.ledger import SCHEMA_VERSION, Row, measure
 from torchditan.ablation.maker import provenance_of
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import build_config, options
+from torchditan.config.loader import build_config
+from torchditan.config.schema import options
 from torchditan.config.trajectory import flatten_tree
 from torchditan.run.reading import read_config, read_metrics, read_status
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.config.loader import options
+from torchditan.config.schema import options
 from torchditan.evaluation.card import Card, CardFigure, cards_of_run
 from torchditan.evaluation.card_tables import interval_text, ordered_names, value_text
 from torchditan.report import plots

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.autoencoders.catalogue import PUBLISHED
-from torchditan.config.loader import TRAIN_CONFIGS, from_dict, options, to_dict
+from torchditan.config.loader import TRAIN_CONFIGS, from_dict, to_dict
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
+from torchditan.config.schema import options
 from torchditan.config.trajectory import TRAJECTORY_KEYS
 from torchditan.registry import AUTOENCODERS, FAMILIES, Registries, Registry, registered
 from torchditan.run.hub import is_name

@@ -104,8 +104,6 @@ class PublishedModel(nn.Module):
         if config.diffusion.objective != cls.objective:
             right = f"{cls.name} was trained with {cls.objective}; set --diffusion.objective {cls.objective}"
             yield "diffusion.objective", right
-        if not config.lora.rank and config.quantize.base != "float32":
-            yield "quantize.base", "applies only to the frozen weights under a LoRA; set lora.rank, or leave it out"
         if config.lora.rank and config.float8.enable_float8_linear:
             right = "applies only to trained layers, and a LoRA freezes them; must be false"
             yield "float8.enable_float8_linear", right
