@@ -89,12 +89,12 @@ def main() -> None:
             report = write_run_page(args.runs, args.out, args.labels)
     else:
         from torchditan.report.grid_page import analyse, write_report
-        from torchditan.report.verdict_tables import verdict_text
+        from torchditan.report.verdicts import verdict_text
 
         for library in ("jinja2", "matplotlib", "pandas", "scipy"):
             import_optional(library, extra="analysis")
         analysis = analyse(args.folders, figures=args.metrics)
         report = write_report(analysis, args.out or args.folders[0] / "analysis")
-        if analysis.verdicts:
+        if len(analysis.verdicts):
             print(verdict_text(analysis.verdicts))
     print(f"report: {report}")

@@ -12,8 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchditan.ablation.grid import BATCH_SIZE, COMPILE, PARALLEL, parallel_degrees
 from torchditan.report.grid_results import GridResults, ordered_values, parallel_mode, work_axes
-from torchditan.report.labels import as_utf8
+from torchditan.report.labels import csv_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -372,19 +370,16 @@ def largest_batches(results: GridResults) -> pd.DataFrame:
 
 def effects_csv(found: Effects) -> bytes:
     """effects.csv: all effects on all metrics, one row each."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(_EFFECT_COLUMNS)
+    import pandas as pd
+
+    rows = []
     for comparison, effects in found.effects.items():
         for effect in effects:
             for metric in METRICS:
-                change = effect.change(metric)
-                numbers = (f"{value:.6g}" if change.num_pairs else "" for value in change[1:6])
-                noise = f"{change.noise:.6g}" if change.num_pairs else ""
-                mixed = int(effect.pairs["mixed"].sum())
+                change, mixed = effect.change(metric), int(effect.pairs["mixed"].sum())
                 where = (comparison, effect.source, *effect.key, metric.column, metric.better)
-                writer.writerow((*where, change.num_pairs, *numbers, change.num_better, noise, mixed))
-    return as_utf8(file.getvalue())
+                rows.append((*where, *change, mixed))
+    return csv_of(pd.DataFrame(rows, columns=_EFFECT_COLUMNS))
 
 
 def pairs_csv(found: Effects, cells: pd.DataFrame) -> bytes:
@@ -400,6 +395,4 @@ def pairs_csv(found: Effects, cells: pd.DataFrame) -> bytes:
         frame.insert(5, "from_run", names[pairs["a"].to_numpy(int)])
         frame.insert(6, "to_run", names[pairs["b"].to_numpy(int)])
         frames.append(frame)
-    table = pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
-    text: str = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-    return as_utf8(text)
+    return csv_of(pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.grid import BATCH_SIZE, COMPILE, FLAVOR, PATCH_SIZE, PRECISION
 from torchditan.ablation.ledger import STATUSES
@@ -49,8 +49,10 @@ from torchditan.report.labels import (
 )
 from torchditan.report.losses import final_losses, loss_curves
 from torchditan.report.page import Block, Page, Section, Table, Warned, write_page
-from torchditan.report.verdict_tables import NUMERIC, guarantee, summary, verdict_table, verdicts_csv
-from torchditan.report.verdicts import Verdict, judge
+from torchditan.report.verdicts import NUMERIC, guarantee, judge, summary, verdict_table, verdicts_csv
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _MOST_HEADLINES = 6
 _STATUSES = dict(zip(STATUSES, ("completed", "out of memory", "failed", "timed out", "skipped"), strict=True))
@@ -62,7 +64,7 @@ class Analysis:
 
     results: GridResults
     effects: Effects
-    verdicts: list[Verdict]
+    verdicts: pd.DataFrame
     warnings: list[Warned]
 
 
@@ -86,7 +88,7 @@ def grid_page(analysis: Analysis) -> Page:
         "effects.csv": effects_csv(analysis.effects),
         "pairs.csv": pairs_csv(analysis.effects, analysis.results.cells),
     }
-    if analysis.verdicts:
+    if len(analysis.verdicts):
         files["verdicts.csv"] = verdicts_csv(analysis.verdicts)
     sections = (_verdicts, _effects, _fastest, _over_axes, _frontier, _scaling, _losses, _not_completed, _origin)
     return Page(
@@ -126,7 +128,7 @@ def _devices(results: GridResults) -> Iterable[str]:
 
 def _headlines(analysis: Analysis) -> list[str]:
     """The verdicts on quality in one line, and one line for each effect on speed and memory."""
-    lines = [f"Quality: {summary(analysis.verdicts)}"] if analysis.verdicts else []
+    lines = [f"Quality: {summary(analysis.verdicts)}"] if len(analysis.verdicts) else []
     known = [effect for effect in _answering(analysis.effects) if effect.change(THROUGHPUT).num_pairs]
     if len(analysis.results.sources) > 1:
         known = [effect for effect in analysis.effects.between_folders if effect.change(THROUGHPUT).num_pairs] + known
@@ -162,23 +164,18 @@ def _blocks(figure: Any | None, name: str, title: str, *tables: Table | None) ->
 
 
 def _verdicts(analysis: Analysis) -> Section:
-    if not analysis.verdicts:
+    if analysis.verdicts.empty:
         return Section("Verdicts on quality", [])
-    headers, rows = verdict_table(analysis.verdicts)
-    rows = [
-        [
-            cell.replace("-", MINUS).replace("95%: ", "") if header in NUMERIC else cell
-            for header, cell in zip(headers, row, strict=True)
-        ]
-        for row in rows
-    ]
+    texts = verdict_table(analysis.verdicts)
+    for header in NUMERIC:
+        texts[header] = texts[header].str.replace("-", MINUS).str.replace("95%: ", "")
     note = (
         f"{guarantee(analysis.verdicts)} Two settings are compared seed by seed. The 95% interval is that of one "
         "comparison alone, so it can exclude zero where the verdict is inconclusive. FLOPs and time per image and peak "
         "memory are ratios, after over before; that of time has its 95% interval."
     )
     figure = plots.verdict_figure(analysis.verdicts)
-    table = Table(headers, rows, NUMERIC)
+    table = Table(list(texts), texts.to_numpy().tolist(), NUMERIC)
     return Section("Verdicts on quality", _blocks(figure, "verdicts", "Difference of each figure", table), note.strip())
 
 

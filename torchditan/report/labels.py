@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.grid import (
     BATCH_SIZE,
@@ -20,6 +20,9 @@ from torchditan.ablation.grid import (
 from torchditan.config.errors import some
 from torchditan.evaluation.card_tables import rounded
 from torchditan.report.grid_results import parallel_mode
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MINUS = "\N{MINUS SIGN}"
 TOO_FEW_RUNS = "too few runs"
@@ -40,6 +43,12 @@ _AXES = {
 def as_utf8(text: str) -> bytes:
     """The bytes of a file. Halves of surrogate pairs, which JSON of strangers may have, become question marks."""
     return text.encode("utf-8", "replace")
+
+
+def csv_of(table: pd.DataFrame) -> bytes:
+    """A CSV file with 6 significant digits; fields without a value are empty."""
+    text: str = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+    return as_utf8(text)
 
 
 def axis_name(axis: str) -> str:

@@ -36,8 +36,7 @@ from torchditan.report.grid_results import GridResults, ordered_values, work_axe
 from torchditan.report.labels import MINUS, axis_name, change_name, value_name
 from torchditan.report.losses import LossCurve
 from torchditan.report.page import Look, Plot
-from torchditan.report.verdict_tables import verdict_names
-from torchditan.report.verdicts import BETTER, INCONCLUSIVE, ONE_SEED, WORSE, Verdict
+from torchditan.report.verdicts import BETTER, INCONCLUSIVE, ONE_SEED, WORSE, verdict_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -244,32 +243,32 @@ def percent_ticks(start: float, end: float) -> list[float]:
 
 
 @styled
-def verdict_figure(verdicts: Sequence[Verdict]) -> Any | None:
+def verdict_figure(verdicts: pd.DataFrame) -> Any | None:
     """Differences with their 95% intervals, a panel per figure, a row per comparison, a colour per verdict."""
-    known = [verdict for verdict in verdicts if verdict.seeds]
-    if not known:
+    known = verdicts[verdicts["num_seeds"] > 0]
+    if known.empty:
         return None
-    names = [", ".join(filter(None, name)) for name in verdict_names(known)]
-    rows = list(dict.fromkeys(names))[:_MOST_BARS]
-    metrics = list(dict.fromkeys(verdict.metric for verdict in known))
-    figure, panels = new_figure(len(metrics), height=1.1 + 0.3 * len(rows), sharey=True)
-    for panel, metric in zip(panels, metrics, strict=True):
-        for verdict, name in zip(known, names, strict=True):
-            if verdict.metric == metric and name in rows:
-                panel.errorbar(
-                    verdict.difference, rows.index(name), xerr=verdict.half_width if verdict.has_interval else None,
-                    color=_VERDICT_COLORS[verdict.word], fmt="o", capsize=3, elinewidth=2,
-                    fillstyle="none" if verdict.word == ONE_SEED else "full",
-                )  # fmt: skip
+    known = known.assign(row=[", ".join(filter(None, name)) for name in verdict_names(known)])
+    rows = list(known["row"].unique())[:_MOST_BARS]
+    figure, panels = new_figure(known["figure"].nunique(), height=1.1 + 0.3 * len(rows), sharey=True)
+    for panel, (_, mine) in zip(panels, known.groupby("figure", sort=False), strict=True):
+        for verdict in mine[mine["row"].isin(rows)].itertuples():
+            panel.errorbar(
+                verdict.difference, rows.index(verdict.row), xerr=verdict.half_width if verdict.has_interval else None,
+                color=_VERDICT_COLORS[verdict.verdict], fmt="o", capsize=3, elinewidth=2,
+                fillstyle="none" if verdict.verdict == ONE_SEED else "full",
+            )  # fmt: skip
         panel.axvline(0, color="#333", linewidth=1, zorder=1)
-        panel.set_title(f"{metric.name}, {metric.better} is better")
+        panel.set_title(f"{mine['name'].iloc[0]}, {mine['better'].iloc[0]} is better")
         panel.locator_params(axis="x", nbins=5)
         panel.set_xlabel("difference")
     panels[0].set_yticks(range(len(rows)), [shorten(name) for name in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    words = {verdict.word for verdict in known}
-    shown = [legend_entry(word, color=color, marker="o") for word, color in _VERDICT_COLORS.items() if word in words]
-    add_legend(figure, shown)
+    words = set(known["verdict"])
+    add_legend(
+        figure,
+        [legend_entry(word, color=color, marker="o") for word, color in _VERDICT_COLORS.items() if word in words],
+    )
     return figure
 
 
