@@ -292,8 +292,8 @@ def test_published_models_are_measured_each_for_itself(tmp_path: Path) -> None:
     assert len(frontier(analysis.results.cells)) == 6  # each model has its own
     (table,) = section(analysis, "The fastest runs").blocks
     assert isinstance(table, Table)
-    places = [list(table.headers).index(name) for name in ("model", "resolution", "images/s")]
-    assert [[row[place] for place in places] for row in table.rows] == [
+    places = [list(table.frame).index(name) for name in ("model", "resolution", "images/s")]
+    assert [[row[place] for place in places] for row in table.frame.to_numpy()] == [
         ["sdxl/SDXL", "512x512", "72.00"],
         ["flux/FLUX.1-dev", "512x512", "32.00"],
         ["flux/FLUX.1-dev", "1024x1024", "8.000"],
@@ -392,7 +392,7 @@ def test_a_fall_with_the_batch_is_shown(tmp_path: Path) -> None:
         found = warning(analysis, f"{name} falls by more than 1%")
         assert found.sentence.endswith("in 1 of 2 steps from one batch size to the next, by up to 20.0%.")
         assert found.cases is not None
-        assert [entry[2] for entry in found.cases.rows] == [step]
+        assert found.cases.frame["batch"].tolist() == [step]
     assert len(analysis.results.cells) == 3, "a warning removes nothing"
 
 
@@ -401,7 +401,7 @@ def test_a_compiled_loss_that_differs_is_shown(tmp_path: Path) -> None:
     found = warning(analyse([write_grid(tmp_path / "grid", rows)]), "must not change the loss")
     assert "in 1 of 1 matched pair, by up to 30.0%" in found.sentence
     assert found.cases is not None
-    assert len(found.cases.rows) == 1
+    assert len(found.cases.frame) == 1
 
 
 def test_pairs_of_two_commits_count_and_are_flagged(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_folders_are_compared_setting_by_setting(tmp_path: Path) -> None:
     assert {item.source for item in analysis.effects.same_batch} == set(analysis.results.sources)
     found = warning(analysis, "other base settings than a40")
     assert found.cases is not None
-    assert list(found.cases.rows) == [("a100", "steps", "null", "60")]
+    assert found.cases.frame.to_numpy().tolist() == [["a100", "steps", "null", "60"]]
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     assert change.noise == pytest.approx(100 * math.sqrt(2) * 4.303 * 10 / math.sqrt(3) / 110, rel=1e-3)
     (table,) = section(analysis, "The fastest runs").blocks
     assert isinstance(table, Table)
-    assert "165 ± 37" in table.rows[0]
+    assert "165 ± 37" in table.frame.iloc[0].tolist()
     assert "3 training seeds, averaged: 0, 1, 2." in html_of(grid_page(analysis))
 
 

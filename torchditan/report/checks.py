@@ -14,7 +14,7 @@ from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINT_FRACTION, CHECKPOINT
 from torchditan.report.effects import MEMORY, METRICS, MFU, THROUGHPUT, Metric
 from torchditan.report.grid_results import GridResults
 from torchditan.report.labels import MINUS, count
-from torchditan.report.page import Table, Warned
+from torchditan.report.page import Warned, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +48,7 @@ def _failed_runs(results: GridResults) -> Warned | None:
     rows = [*zip(failed["run_name"], failed["grid"], failed["status"], reasons, strict=True)]
     often = ", most often" if reasons.nunique() > 1 else ""
     sentence = f"{count(len(rows), 'run')} failed{often}: {reasons.value_counts().index[0]}"
-    return Warned(sentence, Table(("run", "grid", "status", "reason"), rows))
+    return Warned(sentence, table(("run", "grid", "status", "reason"), rows))
 
 
 def _falls_with_batch(results: GridResults, metric: Metric) -> Warned | None:
@@ -77,7 +77,7 @@ def _falls_with_batch(results: GridResults, metric: Metric) -> Warned | None:
         f"{metric.name[0].upper()}{metric.name[1:]} falls by more than {_FALL_PERCENT:g}% in {len(rows)} of {steps} "
         f"from one batch size to the next, by up to {-falls.iloc[0]:.1f}%."
     )
-    return Warned(sentence, Table(("run", "grid", "batch", metric.name, "change"), rows))
+    return Warned(sentence, table(("run", "grid", "batch", metric.name, "change"), rows))
 
 
 def _losses_differ(results: GridResults, pairs: pd.DataFrame) -> Warned | None:
@@ -100,7 +100,7 @@ def _losses_differ(results: GridResults, pairs: pd.DataFrame) -> Warned | None:
         f"{_LOSS_PERCENT:g}% in {len(rows)} of {count(num_known, 'matched pair')}, by up to "
         f"{wrong['percent'].iloc[0]:.1f}%."
     )
-    return Warned(sentence, Table(("run", "paired with", "last loss", "difference"), rows))
+    return Warned(sentence, table(("run", "paired with", "last loss", "difference"), rows))
 
 
 def _mixed_origins(pairs: pd.DataFrame, cells: pd.DataFrame) -> Warned | None:
@@ -113,7 +113,7 @@ def _mixed_origins(pairs: pd.DataFrame, cells: pd.DataFrame) -> Warned | None:
         f"{len(mixed)} of {count(len(pairs), 'matched pair')} mix commits, versions or numbers of steps. The medians "
         "include these pairs; the column mixed of pairs.csv marks them."
     )
-    return Warned(sentence, Table(("run", "made by", "paired with", "made by"), rows))
+    return Warned(sentence, table(("run", "made by", "paired with", "made by"), rows))
 
 
 def _several_devices(results: GridResults) -> Warned | None:
@@ -125,7 +125,7 @@ def _several_devices(results: GridResults) -> Warned | None:
         return None
     sentence = f"{count(len(several), 'grid')} ran on several kinds of device. Each kind is analysed separately."
     rows = [(grid, ", ".join(sorted(names))) for grid, names in several.items()]
-    return Warned(sentence, Table(("grid", "devices"), rows))
+    return Warned(sentence, table(("grid", "devices"), rows))
 
 
 def _other_base(results: GridResults) -> Warned | None:
@@ -141,7 +141,7 @@ def _other_base(results: GridResults) -> Warned | None:
         return None
     folders = count(len({row[0] for row in rows}), "folder")
     sentence = f"{folders} with other base settings than {first}, which may explain differences between folders."
-    return Warned(sentence, Table(("grid", "key", f"in {first}", "there"), rows))
+    return Warned(sentence, table(("grid", "key", f"in {first}", "there"), rows))
 
 
 def _shown(value: Any) -> str:
@@ -159,7 +159,7 @@ def _unsteady_steps(results: GridResults) -> Warned | None:
         f"The step times of {len(rows)} of {count(len(spread), 'setting')} vary by more than {_UNSTEADY_PERCENT:g}% "
         "of their mean: other work on the machine, a compilation inside the window, or too few steps."
     )
-    return Warned(sentence, Table(("run", "grid", "standard deviation of the step time"), rows))
+    return Warned(sentence, table(("run", "grid", "standard deviation of the step time"), rows))
 
 
 def _missing_measurements(results: GridResults) -> Warned | None:
@@ -181,4 +181,4 @@ def _missing_measurements(results: GridResults) -> Warned | None:
         f"{runs} of {count(len(completed), 'completed run')} lack a measurement or have an impossible one. Runs "
         "without throughput are not data."
     )
-    return Warned(sentence, Table(("run", "grid", "missing or impossible"), rows))
+    return Warned(sentence, table(("run", "grid", "missing or impossible"), rows))

@@ -33,7 +33,7 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.finetune.resolutions import MODEL
 from torchditan.report.effects import MEMORY, METRICS, PER_DEVICE, THROUGHPUT, Effect, frontier, scaling
 from torchditan.report.grid_results import GridResults, ordered_values, work_axes
-from torchditan.report.labels import MINUS, axis_name, change_name, value_name
+from torchditan.report.labels import MINUS, axis_name, change_name, evenly, shorten, value_name
 from torchditan.report.losses import LossCurve
 from torchditan.report.page import Look, Plot
 from torchditan.report.verdicts import BETTER, INCONCLUSIVE, ONE_SEED, WORSE, verdict_names
@@ -96,7 +96,8 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 def draw(figure: Any, name: str, title: str, looks: Sequence[Look] = ()) -> Plot:
     """Encode a figure for a page. Its files get a legend of `looks`, which the page shows once for several plots."""
     svg = _encoded(figure, "svg")
-    return Plot(name, title, svg.decode(), partial(_files, figure, name, svg, looks))
+    inline = svg.decode()
+    return Plot(name, title, inline[inline.index("<svg") :], partial(_files, figure, name, svg, looks))
 
 
 @styled
@@ -136,7 +137,7 @@ def new_figure(
 def legend_entry(name: str, **look: Any) -> Any:
     """An entry of a legend. matplotlib hides labels that begin with an underscore."""
     line = import_optional("matplotlib.lines", extra="analysis").Line2D
-    return line([], [], label=shorten(f" {name}" if name.startswith("_") else name), **look)
+    return line([], [], label=shorten(f" {name}" if name.startswith("_") else name, _LONGEST_LABEL), **look)
 
 
 def add_legend(figure: Any, entries: Sequence[Any]) -> None:
@@ -151,10 +152,6 @@ def look_of(index: int) -> dict[str, Any]:
     """Colour, marker and dashes of one of several lines."""
     cycle, number = divmod(index, len(PALETTE))
     return {"color": PALETTE[number], "marker": MARKERS[number], "linestyle": DASHES[cycle % len(DASHES)]}
-
-
-def shorten(text: str, most: int = _LONGEST_LABEL) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def is_wide(values: Sequence[float]) -> bool:
@@ -200,7 +197,7 @@ def effects_figure(effects: Sequence[Effect]) -> Any | None:
         high = max(1.0, *(1 + effect.change(metric).maximum / 100 for effect in known))
         _percent_axis(panel, low, high)
         panel.set_title(f"{metric.name}, {metric.better} is better")
-    labels = [shorten(change_name(*key)) for key in keys]
+    labels = [shorten(change_name(*key), _LONGEST_LABEL) for key in keys]
     panels[0].set_yticks(range(len(keys)), labels)
     panels[0].set_ylim(len(keys) - 0.4, -0.6)
     add_legend(figure, [legend_entry(name, color=look_of(i)["color"], linewidth=5) for i, name in enumerate(sources)])
@@ -262,7 +259,7 @@ def verdict_figure(verdicts: pd.DataFrame) -> Any | None:
         panel.set_title(f"{mine['name'].iloc[0]}, {mine['better'].iloc[0]} is better")
         panel.locator_params(axis="x", nbins=5)
         panel.set_xlabel("difference")
-    panels[0].set_yticks(range(len(rows)), [shorten(name) for name in rows])
+    panels[0].set_yticks(range(len(rows)), [shorten(name, _LONGEST_LABEL) for name in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
     words = set(known["verdict"])
     add_legend(
@@ -422,18 +419,22 @@ class Panel(NamedTuple):
     is_log: bool = False
 
 
+def draw_panel(name: str, panel: Panel, looks: Sequence[Look]) -> Plot:
+    return draw(_small_figure(panel, looks), f"plot-{name}", panel.title, looks)
+
+
 @styled
-def small_figure(panel: Panel, looks: Sequence[Look]) -> Any:
+def _small_figure(panel: Panel, looks: Sequence[Look]) -> Any:
     """One panel that is readable on a phone. The page has its title and its legend."""
     figure, (axis,) = new_figure(1, height=3.0, width=_SMALL_WIDTH)
     faint = panel.faint or [()] * len(panel.curves)
     for points, raw, look in zip(panel.curves, faint, looks, strict=True):
         if raw:
-            axis.plot(*zip(*thinned(raw), strict=True), linewidth=0.8, alpha=0.3, color=look.color)
+            axis.plot(*zip(*evenly(raw, _MOST_POINTS), strict=True), linewidth=0.8, alpha=0.3, color=look.color)
         if points:
             marker = "o" if len(points) < _MOST_MARKED else ""
             drawn = {"color": look.color, "linestyle": _dashes(look), "marker": marker, "markersize": 3.5}
-            axis.plot(*zip(*thinned(points), strict=True), linewidth=look.width, **drawn)
+            axis.plot(*zip(*evenly(points, _MOST_POINTS), strict=True), linewidth=look.width, **drawn)
     values = [y for points in (*panel.curves, *faint) for _, y in points]
     if panel.is_log:
         scale_axis(axis.yaxis, values)
@@ -466,11 +467,3 @@ def looks_of(names: Sequence[str], *, is_ordered: bool = False) -> list[Look]:
         Look(name, PALETTE[number], _LEGEND_DASHES[cycle % len(_LEGEND_DASHES)], width=1.5 + min(len(names) - 1 - i, 3))
         for i, (name, (cycle, number)) in enumerate(zip(names, cycles, strict=True))
     ]
-
-
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `_MOST_POINTS` of the points, including the first and the last."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    last = len(points) - 1
-    return [points[round(index * last / (_MOST_POINTS - 1))] for index in range(_MOST_POINTS)]
