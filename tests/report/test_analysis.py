@@ -34,11 +34,12 @@ from torchditan.report.effects import (
     repayment,
     scaling,
 )
-from torchditan.report.grid_page import Analysis, analyse, grid_page, write_report
+from torchditan.report.grid_page import Analysis, analyse, grid_page
 from torchditan.report.labels import MINUS
 from torchditan.report.losses import final_losses, loss_curves
 from torchditan.report.page import Section, Table, Warned, html_of
 from torchditan.report.plots import loss_figure
+from torchditan.report.report import write_report
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -477,7 +478,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
     """The files of two reports of one grid."""
     folder = write_grid(tmp_path_factory.mktemp("everything") / "grid", everything())
     for name in ("one", "two"):
-        write_report(analyse([folder]), folder / name)
+        write_report([folder], out=folder / name)
     return [{path.name: path.read_bytes() for path in (folder / name).iterdir()} for name in ("one", "two")]
 
 

@@ -48,7 +48,7 @@ from torchditan.report.labels import (
     value_name,
 )
 from torchditan.report.losses import final_losses, loss_curves
-from torchditan.report.page import PAGE_NAME, Block, Page, Plots, Section, Table, Warned, table, write_page
+from torchditan.report.page import Block, Page, Plots, Section, Table, Warned, table
 from torchditan.report.verdicts import NUMERIC, guarantee, judge, summary, verdict_table, verdicts_csv
 
 if TYPE_CHECKING:
@@ -76,11 +76,6 @@ def analyse(folders: list[Path], *, figures: list[str] | None = None) -> Analysi
     results = read_grids(folders)
     effects = find_effects(results)
     return Analysis(results, effects, judge(results, figures), find_warnings(results, effects.pairs["same batch"]))
-
-
-def write_report(analysis: Analysis, out: Path) -> Path:
-    """Write report.html, its plots and the CSV files to `out`. Returns the path of the page."""
-    return write_page(grid_page(analysis), out, PAGE_NAME)
 
 
 def grid_page(analysis: Analysis) -> Page:

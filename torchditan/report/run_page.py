@@ -13,10 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import option_error
 from torchditan.config.loader import options
 from torchditan.evaluation.card import Card, CardFigure, cards_of_run
 from torchditan.evaluation.card_tables import interval_text, ordered_names, value_text
@@ -34,9 +32,9 @@ from torchditan.report.labels import (
     setting_value,
     shorten,
 )
-from torchditan.report.page import Block, Page, Plots, Section, Warned, table, write_page
+from torchditan.report.page import Block, Page, Plots, Section, Warned, table
 from torchditan.report.plots import Panel, Points
-from torchditan.report.runs import Comparison, Run, differing_settings, read_runs, runs_in
+from torchditan.report.runs import Comparison, Run, differing_settings
 from torchditan.report.samples import samples_over_time
 
 _MOST_OPTIONS = 1000
@@ -44,37 +42,6 @@ _LONGEST_VALUE = 300
 _MOST_PROFILES = 5
 _BIN = re.compile(r"validation_loss_by_t/(\d\.\d+)-(\d\.\d+)")
 _ABSENT = "absent"
-
-
-def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[str] | None = None) -> Path:
-    """Write the page of run directories.
-
-    Args:
-        folders: run directories.
-        out: a file that ends with .html, or a folder. None: in the run, or next to the first of several.
-        labels: a name for each run. None: the folder names.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ConfigError: a folder is not a run or is named twice, there are too many, or `out` cannot be written.
-    """
-    first = folders[0]
-    page = run_page(read_runs(folders, labels, option="run"))
-    return write_page(page, out or (first if len(folders) == 1 else first.absolute().parent))
-
-
-def write_comparison(folders: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
-    """Write the page of runs as compare.html to the folder `out`, with its plots and compare.csv next to it.
-
-    Args and errors: as `write_run_page`; there must be two runs or more, and a grid stands for its runs.
-    """
-    folders = [run for folder in folders for run in runs_in(folder)]
-    if len(folders) < 2:
-        right = "is a single run; must be two or more run directories"
-        raise option_error("--compare", " ".join(map(str, folders)), right)
-    return write_page(run_page(read_runs(folders, labels, option="--compare")), out, "compare.html")
 
 
 def run_page(runs: Sequence[Run]) -> Page:
