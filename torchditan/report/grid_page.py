@@ -141,7 +141,7 @@ def _headline(analysis: Analysis, effect: Effect) -> str:
     throughput, memory = effect.change(THROUGHPUT), effect.change(MEMORY)
     name = change_name(*effect.key)
     if effect.axis == "source":
-        name = f"{effect.to_value} against {effect.from_value}"
+        name = "{2} against {1}".format(*effect.key)
     elif len(analysis.results.sources) > 1:
         name = f"{effect.source}, {name}"
     measured = [("images/s", throughput), *([("memory", memory)] if memory.num_pairs else [])]

@@ -144,7 +144,7 @@ def add_legend(figure: Any, entries: Sequence[Any]) -> None:
     """A legend below the panels, if there is something to distinguish."""
     if len(entries) > 1:
         longest = max(len(entry.get_label()) for entry in entries)
-        columns = max(1, min(len(entries), round(14 * figure.get_figwidth()) // (longest + 6)))
+        columns = max(1, min(len(entries), round(14 * figure.get_figwidth()) // (longest + 10)))
         figure.legend(handles=entries, loc="outside lower left", ncols=columns, handlelength=2.4)
 
 
