@@ -46,8 +46,7 @@ from torchditan.evaluation.grid_picture import save_grid
 from torchditan.evaluation.sample_batches import has_images, image_shape, read_images, read_statistics, write_reference
 from torchditan.finetune.lora import load_assistant
 from torchditan.finetune.published import build_published_spec
-from torchditan.report.grid_page import analyse, write_report
-from torchditan.report.run_page import write_comparison, write_run_page
+from torchditan.report.report import write_report
 from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.exporting import save_weights
 from torchditan.weights.formats import Given
@@ -157,7 +156,7 @@ def _share_run() -> None:
 
 
 def _report_run() -> None:
-    write_run_page([Path("run")], None)
+    write_report([Path("run")])
 
 
 def _make_two_runs(folder: Path) -> None:
@@ -172,7 +171,7 @@ def _make_two_runs(folder: Path) -> None:
 
 
 def _compare_runs() -> None:
-    write_comparison([Path("one"), Path("two")], Path("compared"), None)
+    write_report([Path("one"), Path("two")], compare=True, out=Path("compared"))
 
 
 def _make_run_folder(folder: Path) -> None:
@@ -180,7 +179,7 @@ def _make_run_folder(folder: Path) -> None:
 
 
 def _analyse_runs() -> None:
-    write_report(analyse([Path("runs")]), Path("analysis"))
+    write_report([Path("runs")], out=Path("analysis"))
 
 
 def _undrawn(call: Callable[[], object]) -> Callable[[], object]:
@@ -217,7 +216,7 @@ def _make_ledger(folder: Path) -> None:
 
 
 def _open_ledger() -> None:
-    write_report(analyse([Path("grid")]), Path("analysis"))
+    write_report([Path("grid")], out=Path("analysis"))
 
 
 def _make_card(folder: Path) -> None:

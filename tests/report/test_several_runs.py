@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 from refusals import assert_refused
 
-from torchditan.report.runs import differing_settings, read_runs
-from torchditan.report.several_runs import Comparison
+from torchditan.report.runs import Comparison, differing_settings, read_runs
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -106,10 +105,6 @@ def compared(*folders: Path) -> Comparison:
     return Comparison(read_runs(folders, None, option="run"))
 
 
-def csv_rows(comparison: Comparison) -> list[dict[str, str]]:
-    return list(csv.DictReader(comparison.csv().decode().splitlines()))
-
-
 def text_of(page: str) -> str:
     """What a reader sees, on one line."""
     page = re.sub(r"<(script|style|svg).*?</\1>", "", page, flags=re.DOTALL)
@@ -190,11 +185,8 @@ def test_own_prompts_are_compared_with_the_original(tmp_path: Path) -> None:
     for name, psnr in (("cpu", 30.0), ("gpu", 29.5)):
         lines = [line(1), line(2, psnr_to_original=psnr, ssim_to_original=0.9, seconds_per_image=0.5)]
         folders.append(write_run(tmp_path / name, lines, options={"sampling.prompts": ["a cat"]}))
-    rows = csv_rows(compared(*folders))
-    assert [(row["psnr_at_equal_step"], row["scored_against"]) for row in rows] == [
-        ("30.0", "original"),
-        ("29.5", "original"),
-    ]
+    found = compared(*folders).table[["psnr_at_equal_step", "scored_against"]]
+    assert found.to_numpy().tolist() == [[30.0, "original"], [29.5, "original"]]
 
 
 def test_one_job_may_run_otherwise_and_only_its_curves_should_agree(tmp_path: Path) -> None:
@@ -232,11 +224,11 @@ def test_what_was_not_measured_is_none_and_never_zero(tmp_path: Path, run_script
     bare = [{"step": 1, "loss": None, "psnr": None}, {"step": 2, "loss": math.nan, "peak_memory_gib": True}]
     a = write_run(tmp_path / "a", bare, hardware={}, config={"training": {}}, trajectory={})
     b = write_run(tmp_path / "b", [], state="running", started="2026-11-21T10:00:00+00:00")
-    found = compared(a, b)
     names = ("loss", "validation_loss", "elapsed_s", "training_time_s", "steps_per_second", "images_per_second")
     names += ("seconds_per_image", "peak_memory_gib", "speed_up", "psnr_at_equal_step", "world_size")
-    assert [csv_rows(found)[0][name] for name in names] == [""] * len(names)
     assert run_script(SCRIPT, "--compare", a, b)[0] == 0
+    first, _ = csv.DictReader((tmp_path / "compare" / "compare.csv").read_text().splitlines())
+    assert [first[name] for name in names] == [""] * len(names)
     text = text_of((tmp_path / "compare" / "compare.html").read_text())
     assert "running, or killed, resumed" in text and not re.search(r"\bnan\b|\bNone\b|\binf\b|PSNR", text)
 

@@ -44,6 +44,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "the first of several, analysis/ or compare/ in the first grid, compare/ next to the first run)",
     )
     args, rest = parser.parse(argv)
+    from torchditan.report.report import is_run  # it imports torch, which --help does without
+
     args.folders += map(Path, rest)
     if args.compare and args.folders:
         right = f"{args.folders[0]} is before --compare; give only grid folders, or all run directories after --compare"
@@ -53,14 +55,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
             hint = similar_folder(folder, mark="config.json") or similar_folder(folder, mark="grid.json")
             what = "a run directory, a grid folder or a folder of run directories"
             raise ConfigError(f"{folder} does not exist; must be {what}{hint}")
-    args.runs = [] if args.compare else [folder for folder in args.folders if _is_run(folder)]
-    if args.runs and len(args.runs) < len(args.folders):
-        other = next(folder for folder in args.folders if folder not in args.runs)
-        right = f"is not a run directory, but {args.runs[0]} is; name only runs, or only grids and folders of runs"
+    runs = [folder for folder in args.folders if is_run(folder)]
+    if runs and len(runs) < len(args.folders):
+        other = next(folder for folder in args.folders if folder not in runs)
+        right = f"is not a run directory, but {runs[0]} is; name only runs, or only grids and folders of runs"
         raise option_error("folder", str(other), right)
-    if args.labels and not (args.compare or args.runs):
+    if args.labels and not (args.compare or runs):
         raise option_error("--labels", " ".join(args.labels), "names runs; leave it out, or name runs, not grids")
-    if args.metrics and (args.compare or args.runs):
+    if args.metrics and (args.compare or runs):
         right = f"chooses figures of grids; leave out {'--compare' if args.compare else 'it, or name a grid'}"
         raise option_error("--metrics", " ".join(args.metrics), right)
     if not args.compare and not args.folders:
@@ -68,33 +70,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not (folder / "grid.json").exists()
-
-
 def main() -> None:
-    from torchditan.config.optional_libraries import import_optional
+    from torchditan.report.report import write_report
 
     args = parse(sys.argv[1:])
-    if args.compare or args.runs:
-        for library in ("jinja2", "matplotlib"):
-            import_optional(library, extra="analysis")
-        from torchditan.report.run_page import write_comparison, write_run_page
-
-        if args.compare:
-            first = args.compare[0]
-            out = args.out or (first if (first / "grid.json").exists() else first.absolute().parent) / "compare"
-            report = write_comparison(args.compare, out, args.labels)
-        else:
-            report = write_run_page(args.runs, args.out, args.labels)
-    else:
-        from torchditan.report.grid_page import analyse, write_report
-        from torchditan.report.verdict_tables import verdict_text
-
-        for library in ("jinja2", "matplotlib", "pandas", "scipy"):
-            import_optional(library, extra="analysis")
-        analysis = analyse(args.folders, figures=args.metrics)
-        report = write_report(analysis, args.out or args.folders[0] / "analysis")
-        if analysis.verdicts:
-            print(verdict_text(analysis.verdicts))
-    print(f"report: {report}")
+    report = write_report(
+        args.compare or args.folders, compare=bool(args.compare), labels=args.labels, figures=args.metrics, out=args.out
+    )
+    if report.verdicts:
+        print(report.verdicts)
+    print(f"report: {report.path}")

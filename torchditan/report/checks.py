@@ -7,14 +7,13 @@ Notable: a warning removes nothing from the results. The report shows it with th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINT_FRACTION, CHECKPOINTING, COMPILE
 from torchditan.report.effects import MEMORY, METRICS, MFU, THROUGHPUT, Metric
 from torchditan.report.grid_results import GridResults
 from torchditan.report.labels import MINUS, count
-from torchditan.report.page import Table, Warned
+from torchditan.report.page import Table, Warned, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,148 +36,118 @@ def find_warnings(results: GridResults, pairs: pd.DataFrame) -> list[Warned]:
         _unsteady_steps(results),
         _missing_measurements(results),
     ]
-    return [warning for warning in found if warning is not None]
+    return [warning for warning in found if warning.cases is not None and len(warning.cases.frame)]
 
 
-def _failed_runs(results: GridResults) -> Warned | None:
-    failed = results.runs[results.runs["status"].isin(("error", "timeout"))]
-    if failed.empty:
-        return None
+def _failed_runs(results: GridResults) -> Warned:
+    failed = results.runs[results.runs["status"].isin(("error", "timeout"))].rename(columns={"run_name": "run"})
     reasons = failed["reason"].replace("", "no reason recorded")
-    rows = [*zip(failed["run_name"], failed["grid"], failed["status"], reasons, strict=True)]
     often = ", most often" if reasons.nunique() > 1 else ""
-    sentence = f"{count(len(rows), 'run')} failed{often}: {reasons.value_counts().index[0]}"
-    return Warned(sentence, Table(("run", "grid", "status", "reason"), rows))
+    cases = failed[["run", "grid", "status"]].assign(reason=reasons)
+    first = "".join(reasons.value_counts().index[:1])
+    return Warned(f"{count(len(cases), 'run')} failed{often}: {first}", Table(cases))
 
 
-def _falls_with_batch(results: GridResults, metric: Metric) -> Warned | None:
+def _falls_with_batch(results: GridResults, metric: Metric) -> Warned:
     """Compare the metric between each batch size of a setting and the next larger one."""
     setting = ["source", *(axis for axis in results.axes if axis != BATCH_SIZE)]
     cells = results.cells[results.cells["batch"].notna() & results.cells[metric.column].notna()]
-    cells = cells.sort_values("batch", kind="stable")
+    cells = cells.assign(value=cells[metric.column]).sort_values("batch", kind="stable")
     groups = cells.groupby(setting, sort=False, dropna=False)
-    before, smaller = groups[metric.column].shift(), groups["batch"].shift()
-    change = 100 * (cells[metric.column] / before - 1)
-    falls = change[change < -_FALL_PERCENT].sort_values(kind="stable")
-    if falls.empty:
-        return None
+    cells = cells.assign(before=groups["value"].shift(), smaller=groups["batch"].shift())
+    cells["change"] = 100 * (cells["value"] / cells["before"] - 1)
+    falls = cells[cells["change"] < -_FALL_PERCENT].sort_values("change", kind="stable")
     rows = [
         (
-            cells["run_name"][row],
-            cells["source"][row],
-            f"{smaller[row]:g} → {cells['batch'][row]:g}",
-            f"{before[row]:,.4g} → {cells[metric.column][row]:,.4g} {metric.unit}",
-            f"{fall:.1f}%".replace("-", MINUS),
+            cell.run_name,
+            cell.source,
+            f"{cell.smaller:g} → {cell.batch:g}",
+            f"{cell.before:,.4g} → {cell.value:,.4g} {metric.unit}",
+            f"{cell.change:.1f}%".replace("-", MINUS),
         )
-        for row, fall in falls.items()
+        for cell in falls.itertuples()
     ]
-    steps = count(int(before.notna().sum()), "step")
     sentence = (
-        f"{metric.name[0].upper()}{metric.name[1:]} falls by more than {_FALL_PERCENT:g}% in {len(rows)} of {steps} "
-        f"from one batch size to the next, by up to {-falls.iloc[0]:.1f}%."
+        f"{metric.name[0].upper()}{metric.name[1:]} falls by more than {_FALL_PERCENT:g}% in {len(rows)} of "
+        f"{count(int(cells['before'].notna().sum()), 'step')} from one batch size to the next, by up to "
+        f"{-falls['change'].min():.1f}%."
     )
-    return Warned(sentence, Table(("run", "grid", "batch", metric.name, "change"), rows))
+    return Warned(sentence, table(("run", "grid", "batch", metric.name, "change"), rows))
 
 
-def _losses_differ(results: GridResults, pairs: pd.DataFrame) -> Warned | None:
+def _losses_differ(results: GridResults, pairs: pd.DataFrame) -> Warned:
     """Compiling and recomputing do not change the result of a step: the losses must agree."""
     chosen = pairs[pairs["axis"].isin((COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION))]
-    loss = results.cells["loss_last"].to_numpy(float)
+    loss, names = results.cells["loss_last"].to_numpy(float), results.cells["run_name"].to_numpy()
     a, b = chosen["a"].to_numpy(int), chosen["b"].to_numpy(int)
     difference = chosen.assign(percent=100 * abs(loss[b] / loss[a] - 1))
     wrong = difference[difference["percent"] > _LOSS_PERCENT].sort_values("percent", ascending=False, kind="stable")
-    if wrong.empty:
-        return None
-    names = results.cells["run_name"].to_numpy()
     rows = [
         (names[row.a], names[row.b], f"{loss[row.a]:.4g} → {loss[row.b]:.4g}", f"{row.percent:.1f}%")
         for row in wrong.itertuples()
     ]
-    num_known = int(difference["percent"].notna().sum())
     sentence = (
         "Compiling and activation checkpointing must not change the loss, but the last losses differ by more than "
-        f"{_LOSS_PERCENT:g}% in {len(rows)} of {count(num_known, 'matched pair')}, by up to "
-        f"{wrong['percent'].iloc[0]:.1f}%."
+        f"{_LOSS_PERCENT:g}% in {len(rows)} of {count(int(difference['percent'].notna().sum()), 'matched pair')}, by "
+        f"up to {wrong['percent'].max():.1f}%."
     )
-    return Warned(sentence, Table(("run", "paired with", "last loss", "difference"), rows))
+    return Warned(sentence, table(("run", "paired with", "last loss", "difference"), rows))
 
 
-def _mixed_origins(pairs: pd.DataFrame, cells: pd.DataFrame) -> Warned | None:
-    mixed = pairs[pairs["mixed"]]
-    if mixed.empty:
-        return None
+def _mixed_origins(pairs: pd.DataFrame, cells: pd.DataFrame) -> Warned:
     names, made_by = cells["run_name"].to_numpy(), cells["made_by"].to_numpy()
+    mixed = pairs[pairs["mixed"].astype(bool)]
     rows = [(names[row.a], made_by[row.a], names[row.b], made_by[row.b]) for row in mixed.itertuples()]
     sentence = (
-        f"{len(mixed)} of {count(len(pairs), 'matched pair')} mix commits, versions or numbers of steps. The medians "
+        f"{len(rows)} of {count(len(pairs), 'matched pair')} mix commits, versions or numbers of steps. The medians "
         "include these pairs; the column mixed of pairs.csv marks them."
     )
-    return Warned(sentence, Table(("run", "made by", "paired with", "made by"), rows))
+    return Warned(sentence, table(("run", "made by", "paired with", "made by"), rows))
 
 
-def _several_devices(results: GridResults) -> Warned | None:
+def _several_devices(results: GridResults) -> Warned:
     """Pairs across devices are never formed."""
     runs = results.runs[results.runs["device"] != ""]
     devices = runs.groupby("grid")["device"].unique()
-    several = devices[devices.map(len) > 1]
-    if several.empty:
-        return None
-    sentence = f"{count(len(several), 'grid')} ran on several kinds of device. Each kind is analysed separately."
-    rows = [(grid, ", ".join(sorted(names))) for grid, names in several.items()]
-    return Warned(sentence, Table(("grid", "devices"), rows))
+    rows = [(grid, ", ".join(sorted(names))) for grid, names in devices.items() if len(names) > 1]
+    sentence = f"{count(len(rows), 'grid')} ran on several kinds of device. Each kind is analysed separately."
+    return Warned(sentence, table(("grid", "devices"), rows))
 
 
-def _other_base(results: GridResults) -> Warned | None:
+def _other_base(results: GridResults) -> Warned:
     """Constant settings must be equal in all folders, or differences between folders are not due to their axes."""
     (first, there), *others = results.contents.items()
     rows = [
-        (name, key, _shown(there.get(key)), _shown(here.get(key)))
+        (name, key, *(json.dumps(side.get(key), ensure_ascii=False, sort_keys=True) for side in (there, here)))
         for name, here in others
         for key in _BASE_KEYS
         if here.get(key) != there.get(key)
     ]
-    if not rows:
-        return None
     folders = count(len({row[0] for row in rows}), "folder")
     sentence = f"{folders} with other base settings than {first}, which may explain differences between folders."
-    return Warned(sentence, Table(("grid", "key", f"in {first}", "there"), rows))
+    return Warned(sentence, table(("grid", "key", f"in {first}", "there"), rows))
 
 
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)
-
-
-def _unsteady_steps(results: GridResults) -> Warned | None:
-    cells = results.cells
-    spread = 100 * cells["step_time_s_std"] / cells["step_time_s_mean"]
-    wrong = spread[spread > _UNSTEADY_PERCENT].sort_values(ascending=False, kind="stable")
-    if wrong.empty:
-        return None
-    rows = [(cells["run_name"][row], cells["source"][row], f"{value:.0f}%") for row, value in wrong.items()]
+def _unsteady_steps(results: GridResults) -> Warned:
+    cells = results.cells.assign(spread=100 * results.cells["step_time_s_std"] / results.cells["step_time_s_mean"])
+    wrong = cells[cells["spread"] > _UNSTEADY_PERCENT].sort_values("spread", ascending=False, kind="stable")
+    rows = [(cell.run_name, cell.source, f"{cell.spread:.0f}%") for cell in wrong.itertuples()]
     sentence = (
-        f"The step times of {len(rows)} of {count(len(spread), 'setting')} vary by more than {_UNSTEADY_PERCENT:g}% "
+        f"The step times of {len(rows)} of {count(len(cells), 'setting')} vary by more than {_UNSTEADY_PERCENT:g}% "
         "of their mean: other work on the machine, a compilation inside the window, or too few steps."
     )
-    return Warned(sentence, Table(("run", "grid", "standard deviation of the step time"), rows))
+    return Warned(sentence, table(("run", "grid", "standard deviation of the step time"), rows))
 
 
-def _missing_measurements(results: GridResults) -> Warned | None:
+def _missing_measurements(results: GridResults) -> Warned:
     """Find completed runs that lack a number that every completed run must have."""
-
-    def cases() -> Iterator[tuple[str, ...]]:
-        for name in (THROUGHPUT.column, MEMORY.column, "loss_last"):
-            missing = completed[completed[name].isna()]
-            yield from zip(missing["run_name"], missing["source"], [name] * len(missing), strict=True)
-        over = completed[completed[MFU.column] > 100]
-        yield from zip(over["run_name"], over["source"], ["mfu_mean over 100%"] * len(over), strict=True)
-
     completed = results.runs[results.runs["status"] == "completed"]
-    rows = list(cases())
-    if not rows:
-        return None
-    runs = len({row[:2] for row in rows})
+    required = (THROUGHPUT.column, MEMORY.column, "loss_last")
+    wrong = {name: completed[completed[name].isna()] for name in required}
+    wrong |= {"mfu_mean over 100%": completed[completed[MFU.column] > 100]}
+    rows = [(run.run_name, run.source, name) for name, runs in wrong.items() for run in runs.itertuples()]
     sentence = (
-        f"{runs} of {count(len(completed), 'completed run')} lack a measurement or have an impossible one. Runs "
-        "without throughput are not data."
+        f"{len({row[:2] for row in rows})} of {count(len(completed), 'completed run')} lack a measurement or have an "
+        "impossible one. Runs without throughput are not data."
     )
-    return Warned(sentence, Table(("run", "grid", "missing or impossible"), rows))
+    return Warned(sentence, table(("run", "grid", "missing or impossible"), rows))

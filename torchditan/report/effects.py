@@ -12,8 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchditan.ablation.grid import BATCH_SIZE, COMPILE, PARALLEL, parallel_degrees
 from torchditan.report.grid_results import GridResults, ordered_values, parallel_mode, work_axes
-from torchditan.report.labels import as_utf8
+from torchditan.report.labels import csv_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,21 +76,29 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """The effect of one step of one axis in one source on every metric. `pairs` are its rows."""
+    """The effect of one step of one axis in one source. `key` is (axis, from_value, to_value); `pairs` are its rows."""
 
     source: str
-    axis: str
-    from_value: str
-    to_value: str
+    key: tuple[str, str, str]
     pairs: pd.DataFrame
-    changes: dict[str, Change]  # by the metric's column
-
-    def change(self, metric: Metric) -> Change:
-        return self.changes[metric.column]
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return self.axis, self.from_value, self.to_value
+    def axis(self) -> str:
+        return self.key[0]
+
+    def change(self, metric: Metric) -> Change:
+        """Median, quartiles (linear interpolation) and extremes over the pairs with the metric on both sides."""
+        import numpy as np
+
+        known = self.pairs[self.pairs[f"{metric.column}_percent"].notna()]
+        percent = known[f"{metric.column}_percent"].to_numpy(float)
+        if known.empty:
+            nan = math.nan
+            return Change(0, nan, nan, nan, nan, nan, 0, nan)
+        minimum, quartile_1, median, quartile_3, maximum = np.quantile(percent, [0, 0.25, 0.5, 0.75, 1]).tolist()
+        better = percent > 0 if metric.higher_is_better else percent < 0
+        noise = float(known[f"{metric.column}_noise"].median())
+        return Change(len(percent), median, quartile_1, quartile_3, minimum, maximum, int(better.sum()), noise)
 
 
 class Repayment(NamedTuple):
@@ -107,21 +113,11 @@ class Repayment(NamedTuple):
 class Effects:
     """All comparisons of the results by kind. Pairs include their changes. Effects without pairs are listed too."""
 
+    same_batch: list[Effect]
+    best_batch: list[Effect]
+    between_folders: list[Effect]
     pairs: dict[str, pd.DataFrame]
-    effects: dict[str, list[Effect]]
     num_unequal_batches: int
-
-    @property
-    def same_batch(self) -> list[Effect]:
-        return self.effects[SAME_BATCH]
-
-    @property
-    def best_batch(self) -> list[Effect]:
-        return self.effects[BEST_BATCH]
-
-    @property
-    def between_folders(self) -> list[Effect]:
-        return self.effects[BETWEEN_FOLDERS]
 
 
 def find_effects(results: GridResults) -> Effects:
@@ -133,14 +129,12 @@ def find_effects(results: GridResults) -> Effects:
     between = with_changes(folder_pairs(results), cells)
     first, *others = results.sources
     return Effects(
+        same_batch=_by_axis(results, same),
+        best_batch=_by_axis(results, best),
+        between_folders=[
+            Effect(other, ("source", first, other), between[between["source"] == other]) for other in others
+        ],
         pairs={SAME_BATCH: same, BEST_BATCH: best, BETWEEN_FOLDERS: between},
-        effects={
-            SAME_BATCH: _by_axis(results, same),
-            BEST_BATCH: _by_axis(results, best),
-            BETWEEN_FOLDERS: [
-                _effect(between[between["source"] == other], other, ("source", first, other)) for other in others
-            ],
-        },
         num_unequal_batches=num_unequal,
     )
 
@@ -157,12 +151,8 @@ def _by_axis(results: GridResults, pairs: pd.DataFrame) -> list[Effect]:
                 here = results.runs[results.runs["source"] == source][axis]
                 if start in here.values and end in here.values:
                     group = groups.get((source, axis, start, end), pairs.iloc[:0])
-                    found.append(_effect(group, source, (axis, start, end)))
+                    found.append(Effect(source, (axis, start, end), group))
     return found
-
-
-def _effect(pairs: pd.DataFrame, source: str, key: tuple[str, str, str]) -> Effect:
-    return Effect(source, *key, pairs, {metric.column: change_of(pairs, metric) for metric in METRICS})
 
 
 def matched_pairs(
@@ -273,22 +263,6 @@ def with_changes(pairs: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     return pairs
 
 
-def change_of(pairs: pd.DataFrame, metric: Metric) -> Change:
-    """Median, quartiles (linear interpolation) and extremes over the pairs with the metric on both sides."""
-    import numpy as np
-
-    percent = pairs[f"{metric.column}_percent"].to_numpy(float)
-    known = ~np.isnan(percent)
-    percent = percent[known]
-    if not len(percent):
-        nan = float("nan")
-        return Change(0, nan, nan, nan, nan, nan, 0, nan)
-    minimum, quartile_1, median, quartile_3, maximum = np.quantile(percent, [0, 0.25, 0.5, 0.75, 1]).tolist()
-    better = percent > 0 if metric.higher_is_better else percent < 0
-    noise = float(np.median(pairs[f"{metric.column}_noise"].to_numpy(float)[known]))
-    return Change(len(percent), median, quartile_1, quartile_3, minimum, maximum, int(better.sum()), noise)
-
-
 def repayment(effect: Effect, cells: pd.DataFrame) -> Repayment | None:
     """Start-up cost of compiling relative to the time saved per compiled step; None if not measured."""
     import numpy as np
@@ -372,19 +346,24 @@ def largest_batches(results: GridResults) -> pd.DataFrame:
 
 def effects_csv(found: Effects) -> bytes:
     """effects.csv: all effects on all metrics, one row each."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(_EFFECT_COLUMNS)
-    for comparison, effects in found.effects.items():
-        for effect in effects:
-            for metric in METRICS:
-                change = effect.change(metric)
-                numbers = (f"{value:.6g}" if change.num_pairs else "" for value in change[1:6])
-                noise = f"{change.noise:.6g}" if change.num_pairs else ""
-                mixed = int(effect.pairs["mixed"].sum())
-                where = (comparison, effect.source, *effect.key, metric.column, metric.better)
-                writer.writerow((*where, change.num_pairs, *numbers, change.num_better, noise, mixed))
-    return as_utf8(file.getvalue())
+    import pandas as pd
+
+    kinds = {SAME_BATCH: found.same_batch, BEST_BATCH: found.best_batch, BETWEEN_FOLDERS: found.between_folders}
+    rows = [
+        (
+            comparison,
+            effect.source,
+            *effect.key,
+            metric.column,
+            metric.better,
+            *effect.change(metric),
+            int(effect.pairs["mixed"].sum()),
+        )
+        for comparison, effects in kinds.items()
+        for effect in effects
+        for metric in METRICS
+    ]
+    return csv_of(pd.DataFrame(rows, columns=_EFFECT_COLUMNS))
 
 
 def pairs_csv(found: Effects, cells: pd.DataFrame) -> bytes:
@@ -400,6 +379,4 @@ def pairs_csv(found: Effects, cells: pd.DataFrame) -> bytes:
         frame.insert(5, "from_run", names[pairs["a"].to_numpy(int)])
         frame.insert(6, "to_run", names[pairs["b"].to_numpy(int)])
         frames.append(frame)
-    table = pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
-    text: str = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-    return as_utf8(text)
+    return csv_of(pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True))

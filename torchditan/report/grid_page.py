@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.grid import BATCH_SIZE, COMPILE, FLAVOR, PATCH_SIZE, PRECISION
 from torchditan.ablation.ledger import STATUSES
@@ -48,9 +48,11 @@ from torchditan.report.labels import (
     value_name,
 )
 from torchditan.report.losses import final_losses, loss_curves
-from torchditan.report.page import Block, Page, Section, Table, Warned, write_page
-from torchditan.report.verdict_tables import NUMERIC, guarantee, summary, verdict_table, verdicts_csv
-from torchditan.report.verdicts import Verdict, judge
+from torchditan.report.page import Block, Page, Plots, Section, Table, Warned, table
+from torchditan.report.verdicts import NUMERIC, guarantee, judge, summary, verdict_table, verdicts_csv
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _MOST_HEADLINES = 6
 _STATUSES = dict(zip(STATUSES, ("completed", "out of memory", "failed", "timed out", "skipped"), strict=True))
@@ -62,7 +64,7 @@ class Analysis:
 
     results: GridResults
     effects: Effects
-    verdicts: list[Verdict]
+    verdicts: pd.DataFrame
     warnings: list[Warned]
 
 
@@ -76,17 +78,12 @@ def analyse(folders: list[Path], *, figures: list[str] | None = None) -> Analysi
     return Analysis(results, effects, judge(results, figures), find_warnings(results, effects.pairs["same batch"]))
 
 
-def write_report(analysis: Analysis, out: Path) -> Path:
-    """Write report.html, its plots and the CSV files to `out`. Returns the path of the page."""
-    return write_page(grid_page(analysis), out, "report.html")
-
-
 def grid_page(analysis: Analysis) -> Page:
     files = {
         "effects.csv": effects_csv(analysis.effects),
         "pairs.csv": pairs_csv(analysis.effects, analysis.results.cells),
     }
-    if analysis.verdicts:
+    if len(analysis.verdicts):
         files["verdicts.csv"] = verdicts_csv(analysis.verdicts)
     sections = (_verdicts, _effects, _fastest, _over_axes, _frontier, _scaling, _losses, _not_completed, _origin)
     return Page(
@@ -126,7 +123,7 @@ def _devices(results: GridResults) -> Iterable[str]:
 
 def _headlines(analysis: Analysis) -> list[str]:
     """The verdicts on quality in one line, and one line for each effect on speed and memory."""
-    lines = [f"Quality: {summary(analysis.verdicts)}"] if analysis.verdicts else []
+    lines = [f"Quality: {summary(analysis.verdicts)}"] if len(analysis.verdicts) else []
     known = [effect for effect in _answering(analysis.effects) if effect.change(THROUGHPUT).num_pairs]
     if len(analysis.results.sources) > 1:
         known = [effect for effect in analysis.effects.between_folders if effect.change(THROUGHPUT).num_pairs] + known
@@ -144,7 +141,7 @@ def _headline(analysis: Analysis, effect: Effect) -> str:
     throughput, memory = effect.change(THROUGHPUT), effect.change(MEMORY)
     name = change_name(*effect.key)
     if effect.axis == "source":
-        name = f"{effect.to_value} against {effect.from_value}"
+        name = "{2} against {1}".format(*effect.key)
     elif len(analysis.results.sources) > 1:
         name = f"{effect.source}, {name}"
     measured = [("images/s", throughput), *([("memory", memory)] if memory.num_pairs else [])]
@@ -157,29 +154,27 @@ def _headline(analysis: Analysis, effect: Effect) -> str:
 
 def _blocks(figure: Any | None, name: str, title: str, *tables: Table | None) -> list[Block]:
     """The plot, if there is one, then the tables that have rows."""
-    drawn: list[Block] = [plots.draw(figure, name, title)] if figure is not None else []
-    return drawn + [table for table in tables if table is not None and table.rows]
+    drawn: list[Block] = [Plots([plots.draw(figure, name, title)])] if figure is not None else []
+    return drawn + [table for table in tables if table is not None and len(table.frame)]
 
 
 def _verdicts(analysis: Analysis) -> Section:
-    if not analysis.verdicts:
+    if analysis.verdicts.empty:
         return Section("Verdicts on quality", [])
-    headers, rows = verdict_table(analysis.verdicts)
-    rows = [
-        [
-            cell.replace("-", MINUS).replace("95%: ", "") if header in NUMERIC else cell
-            for header, cell in zip(headers, row, strict=True)
-        ]
-        for row in rows
-    ]
+    texts = verdict_table(analysis.verdicts)
+    for header in NUMERIC:
+        texts[header] = texts[header].str.replace("-", MINUS).str.replace("95%: ", "")
     note = (
         f"{guarantee(analysis.verdicts)} Two settings are compared seed by seed. The 95% interval is that of one "
         "comparison alone, so it can exclude zero where the verdict is inconclusive. FLOPs and time per image and peak "
         "memory are ratios, after over before; that of time has its 95% interval."
     )
     figure = plots.verdict_figure(analysis.verdicts)
-    table = Table(headers, rows, NUMERIC)
-    return Section("Verdicts on quality", _blocks(figure, "verdicts", "Difference of each figure", table), note.strip())
+    return Section(
+        "Verdicts on quality",
+        _blocks(figure, "verdicts", "Difference of each figure", Table(texts, NUMERIC)),
+        note.strip(),
+    )
 
 
 def _effects(analysis: Analysis) -> Section:
@@ -248,7 +243,7 @@ def _effect_table(analysis: Analysis, effects: Sequence[Effect], title: str) -> 
         )
     headers = ["effect", *(["grid"] if several else []), "pairs", "throughput", "ratio", "middle half", "faster in"]
     headers += ["noise", *(["MFU"] if has_mfu else []), "GiB before", "GiB after", "memory", "speed is"]
-    return Table(headers, rows, frozenset(headers[1 + several : -1]), title)
+    return table(headers, rows, headers[1 + several : -1], title=title)
 
 
 def _middle(change: Change) -> str:
@@ -283,8 +278,8 @@ def _fastest(analysis: Analysis) -> Section:
         )
     headers = [*(["grid"] if several else []), *map(axis_name, work), "devices", "precision", "batch"]
     numeric = ["images/s", "images/s per device", "TFLOP/s per device", "MFU %", "GiB"]
-    table = Table([*headers, *numeric, "run"], rows, frozenset(("batch", *numeric)))
-    return Section("The fastest runs", _blocks(None, "", "", table))
+    found = table([*headers, *numeric, "run"], rows, ("batch", *numeric))
+    return Section("The fastest runs", _blocks(None, "", "", found))
 
 
 def _over_axes(analysis: Analysis) -> Section:
@@ -314,7 +309,7 @@ def _memory_limits(results: GridResults) -> Table:
     ]
     headers = ["grid", *map(axis_name, varied), "largest batch that ran", "smallest out of memory"]
     summary = f"Memory limits: {count(len(rows), 'setting')}"
-    return Table(headers, rows, frozenset(headers[-2:]), summary=summary)
+    return table(headers, rows, headers[-2:], summary=summary)
 
 
 def _frontier(analysis: Analysis) -> Section:
@@ -342,8 +337,8 @@ def _losses(analysis: Analysis) -> Section:
     rows = [[setting or "(all)", *losses.values()] for setting, losses in final_losses(analysis.results).items()]
     precisions = [value_name(PRECISION, value) for value in analysis.results.values(PRECISION, completed=False)]
     title = "Mean loss of the last steps"
-    table = Table(["setting", *precisions], rows if curves else [], frozenset(precisions), title)
-    return Section("Loss over steps", _blocks(figure, "loss", "Training loss", table), note)
+    last = table(["setting", *precisions], rows if curves else [], precisions, title=title)
+    return Section("Loss over steps", _blocks(figure, "loss", "Training loss", last), note)
 
 
 def _not_completed(analysis: Analysis) -> Section:
@@ -351,11 +346,9 @@ def _not_completed(analysis: Analysis) -> Section:
     runs = analysis.results.runs
     tables = []
     for status in ("oom", "skipped"):
-        mine = runs[runs["status"] == status]
-        reasons = mine["reason"].replace("", "no reason recorded")
-        rows = list(zip(mine["run_name"], mine["grid"], reasons, strict=True))
-        name = f"{_STATUSES[status].capitalize()}: {count(len(rows), 'run')}"
-        tables.append(Table(["run", "grid", "reason"], rows, summary=name))
+        mine = runs[runs["status"] == status][["run_name", "grid", "reason"]].rename(columns={"run_name": "run"})
+        mine["reason"] = mine["reason"].replace("", "no reason recorded")
+        tables.append(Table(mine, summary=f"{_STATUSES[status].capitalize()}: {count(len(mine), 'run')}"))
     return Section("Runs without a measurement", _blocks(None, "", "", *tables))
 
 
@@ -367,11 +360,11 @@ def _origin(analysis: Analysis) -> Section:
         devices = (f"{number:g}" for number in runs["num_devices"].dropna())
         texts = [runs["device"], runs["host"], devices, runs["torch_version"], runs["python_version"]]
         rows.append([source, *map(listed, texts), listed(map(commit_name, runs["git_commit"]))])
-    table = Table(["grid", "device", "host", "devices", "torch", "python", "commit"], rows)
+    made_by = table(["grid", "device", "host", "devices", "torch", "python", "commit"], rows)
     held = [
         [axis_name(axis), listed(value_name(axis, value) for value in results.runs[axis])]
         for axis in results.axes
         if axis not in results.varied
     ]
-    fixed = Table(["setting", "value in all runs"], held, summary=f"Not varied: {count(len(held), 'setting')}")
-    return Section("Hardware and versions", _blocks(None, "", "", table, fixed))
+    fixed = table(["setting", "value in all runs"], held, summary=f"Not varied: {count(len(held), 'setting')}")
+    return Section("Hardware and versions", _blocks(None, "", "", made_by, fixed))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,16 +57,7 @@ _AFTER_AXES = _COLUMNS[_COLUMNS.index("num_devices") :]
 _NUMBERS = tuple(name for name in (*_AFTER_AXES, *QUALITY) if column_type(name) is not str)
 _WITH_INTERVAL = ("images_per_second_mean", "images_per_second_per_device_mean", "mfu_mean", "peak_memory_gib")
 # Zero or less is a measurement error, and ratios to it are meaningless.
-_POSITIVE = (
-    "step_time_s_mean",
-    "images_per_second_mean",
-    "images_per_second_per_device_mean",
-    "tflops_per_device_mean",
-    "mfu_mean",
-    "peak_memory_gib",
-    "peak_reserved_gib",
-)
-
+_POSITIVE = (*_WITH_INTERVAL, "step_time_s_mean", "tflops_per_device_mean", "peak_reserved_gib")
 _ORDER = {
     COMPILE: ("false", "true"),
     CHECKPOINTING: ("none", "selective", "full"),
@@ -279,6 +269,7 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
 def _read_parquet(file: Path) -> pd.DataFrame:
     """Like `_read_csv`: text, with empty strings for missing values."""
+    import pandas as pd
     import pyarrow
     from pyarrow import parquet
 
@@ -286,13 +277,8 @@ def _read_parquet(file: Path) -> pd.DataFrame:
         table = parquet.read_table(file).to_pydict()
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{file} is not a complete parquet file: {' '.join(str(error).split())}") from None
-    import pandas as pd
-
-    return pd.DataFrame({name: [_text(value) for value in values] for name, values in table.items()}, dtype=object)
-
-
-def _text(value: Any) -> str:
-    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
+    texts = {name: ["" if pd.isna(value) else str(value) for value in values] for name, values in table.items()}
+    return pd.DataFrame(texts, dtype=object)
 
 
 def _check_columns(file: Path, header: list[str]) -> None:
@@ -364,15 +350,9 @@ def _source_labels(runs: pd.DataFrame) -> pd.Series:
 def _average_repeats(runs: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
     """`seed_cells`: completed runs with measurements, averaged over the repeats of a setting and seed."""
     data = runs[(runs["status"] == "completed") & runs["images_per_second_mean"].notna()].copy()
-    data["made_by"] = (
-        data["git_commit"]
-        + " torch "
-        + data["torch_version"]
-        + " python "
-        + data["python_version"]
-        + data["steps"].map(" steps {:g}".format)
-        + data["window"].map(" window {:g}".format)
-    )
+    origin = "{0} torch {1} python {2} steps {3:g} window {4:g}".format
+    columns = ("git_commit", "torch_version", "python_version", "steps", "window")
+    data["made_by"] = [origin(*values) for values in zip(*(data[name] for name in columns), strict=True)]
     keys = ["source", *axes, SEED]
     numbers = [name for name in (*_NUMBERS, "batch") if name not in keys]
     first = ["grid", "device", "device_type", "run_name", "made_by"]

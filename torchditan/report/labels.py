@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchditan.ablation.grid import (
     BATCH_SIZE,
@@ -20,6 +20,11 @@ from torchditan.ablation.grid import (
 from torchditan.config.errors import some
 from torchditan.evaluation.card_tables import rounded
 from torchditan.report.grid_results import parallel_mode
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+T = TypeVar("T")
 
 MINUS = "\N{MINUS SIGN}"
 TOO_FEW_RUNS = "too few runs"
@@ -40,6 +45,12 @@ _AXES = {
 def as_utf8(text: str) -> bytes:
     """The bytes of a file. Halves of surrogate pairs, which JSON of strangers may have, become question marks."""
     return text.encode("utf-8", "replace")
+
+
+def csv_of(table: pd.DataFrame) -> bytes:
+    """A CSV file with 6 significant digits; fields without a value are empty."""
+    text: str = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+    return as_utf8(text)
 
 
 def axis_name(axis: str) -> str:
@@ -78,6 +89,10 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.{digits}g}".removesuffix(".")
 
 
+def ratio_text(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else number(value)
+
+
 def mean_with_interval(mean: float, half_width: float, num_seeds: int) -> str:
     """`165 ± 37`. An interval as wide as the value covers impossible values: a note replaces it."""
     if num_seeds < 2 or not half_width > 0:
@@ -95,6 +110,19 @@ def count(number: int, noun: str) -> str:
 def listed(values: Iterable[str], *, most: int = 4) -> str:
     """The distinct values that are not empty, at most this many."""
     return some(filter(None, dict.fromkeys(values)), most=most)
+
+
+def shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def evenly(values: Sequence[T], most: int) -> list[T]:
+    """At most this many of the values, including the first and the last; the last, if only one."""
+    if len(values) <= most:
+        return list(values)
+    if most == 1:
+        return [values[-1]]
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
 def commit_name(commit: str | None) -> str:

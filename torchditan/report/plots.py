@@ -33,11 +33,10 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.finetune.resolutions import MODEL
 from torchditan.report.effects import MEMORY, METRICS, PER_DEVICE, THROUGHPUT, Effect, frontier, scaling
 from torchditan.report.grid_results import GridResults, ordered_values, work_axes
-from torchditan.report.labels import MINUS, axis_name, change_name, value_name
+from torchditan.report.labels import MINUS, axis_name, change_name, evenly, shorten, value_name
 from torchditan.report.losses import LossCurve
 from torchditan.report.page import Look, Plot
-from torchditan.report.verdict_tables import verdict_names
-from torchditan.report.verdicts import BETTER, INCONCLUSIVE, ONE_SEED, WORSE, Verdict
+from torchditan.report.verdicts import BETTER, INCONCLUSIVE, ONE_SEED, WORSE, verdict_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,7 +96,8 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 def draw(figure: Any, name: str, title: str, looks: Sequence[Look] = ()) -> Plot:
     """Encode a figure for a page. Its files get a legend of `looks`, which the page shows once for several plots."""
     svg = _encoded(figure, "svg")
-    return Plot(name, title, svg.decode(), partial(_files, figure, name, svg, looks))
+    inline = svg.decode()
+    return Plot(name, title, inline[inline.index("<svg") :], partial(_files, figure, name, svg, looks))
 
 
 @styled
@@ -137,14 +137,14 @@ def new_figure(
 def legend_entry(name: str, **look: Any) -> Any:
     """An entry of a legend. matplotlib hides labels that begin with an underscore."""
     line = import_optional("matplotlib.lines", extra="analysis").Line2D
-    return line([], [], label=shorten(f" {name}" if name.startswith("_") else name), **look)
+    return line([], [], label=shorten(f" {name}" if name.startswith("_") else name, _LONGEST_LABEL), **look)
 
 
 def add_legend(figure: Any, entries: Sequence[Any]) -> None:
     """A legend below the panels, if there is something to distinguish."""
     if len(entries) > 1:
         longest = max(len(entry.get_label()) for entry in entries)
-        columns = max(1, min(len(entries), round(14 * figure.get_figwidth()) // (longest + 6)))
+        columns = max(1, min(len(entries), round(14 * figure.get_figwidth()) // (longest + 10)))
         figure.legend(handles=entries, loc="outside lower left", ncols=columns, handlelength=2.4)
 
 
@@ -152,10 +152,6 @@ def look_of(index: int) -> dict[str, Any]:
     """Colour, marker and dashes of one of several lines."""
     cycle, number = divmod(index, len(PALETTE))
     return {"color": PALETTE[number], "marker": MARKERS[number], "linestyle": DASHES[cycle % len(DASHES)]}
-
-
-def shorten(text: str, most: int = _LONGEST_LABEL) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def is_wide(values: Sequence[float]) -> bool:
@@ -201,7 +197,7 @@ def effects_figure(effects: Sequence[Effect]) -> Any | None:
         high = max(1.0, *(1 + effect.change(metric).maximum / 100 for effect in known))
         _percent_axis(panel, low, high)
         panel.set_title(f"{metric.name}, {metric.better} is better")
-    labels = [shorten(change_name(*key)) for key in keys]
+    labels = [shorten(change_name(*key), _LONGEST_LABEL) for key in keys]
     panels[0].set_yticks(range(len(keys)), labels)
     panels[0].set_ylim(len(keys) - 0.4, -0.6)
     add_legend(figure, [legend_entry(name, color=look_of(i)["color"], linewidth=5) for i, name in enumerate(sources)])
@@ -244,32 +240,32 @@ def percent_ticks(start: float, end: float) -> list[float]:
 
 
 @styled
-def verdict_figure(verdicts: Sequence[Verdict]) -> Any | None:
+def verdict_figure(verdicts: pd.DataFrame) -> Any | None:
     """Differences with their 95% intervals, a panel per figure, a row per comparison, a colour per verdict."""
-    known = [verdict for verdict in verdicts if verdict.seeds]
-    if not known:
+    known = verdicts[verdicts["num_seeds"] > 0]
+    if known.empty:
         return None
-    names = [", ".join(filter(None, name)) for name in verdict_names(known)]
-    rows = list(dict.fromkeys(names))[:_MOST_BARS]
-    metrics = list(dict.fromkeys(verdict.metric for verdict in known))
-    figure, panels = new_figure(len(metrics), height=1.1 + 0.3 * len(rows), sharey=True)
-    for panel, metric in zip(panels, metrics, strict=True):
-        for verdict, name in zip(known, names, strict=True):
-            if verdict.metric == metric and name in rows:
-                panel.errorbar(
-                    verdict.difference, rows.index(name), xerr=verdict.half_width if verdict.has_interval else None,
-                    color=_VERDICT_COLORS[verdict.word], fmt="o", capsize=3, elinewidth=2,
-                    fillstyle="none" if verdict.word == ONE_SEED else "full",
-                )  # fmt: skip
+    known = known.assign(row=[", ".join(filter(None, name)) for name in verdict_names(known)])
+    rows = list(known["row"].unique())[:_MOST_BARS]
+    figure, panels = new_figure(known["figure"].nunique(), height=1.1 + 0.3 * len(rows), sharey=True)
+    for panel, (_, mine) in zip(panels, known.groupby("figure", sort=False), strict=True):
+        for verdict in mine[mine["row"].isin(rows)].itertuples():
+            panel.errorbar(
+                verdict.difference, rows.index(verdict.row), xerr=verdict.half_width if verdict.has_interval else None,
+                color=_VERDICT_COLORS[verdict.verdict], fmt="o", capsize=3, elinewidth=2,
+                fillstyle="none" if verdict.verdict == ONE_SEED else "full",
+            )  # fmt: skip
         panel.axvline(0, color="#333", linewidth=1, zorder=1)
-        panel.set_title(f"{metric.name}, {metric.better} is better")
+        panel.set_title(f"{mine['name'].iloc[0]}, {mine['better'].iloc[0]} is better")
         panel.locator_params(axis="x", nbins=5)
         panel.set_xlabel("difference")
-    panels[0].set_yticks(range(len(rows)), [shorten(name) for name in rows])
+    panels[0].set_yticks(range(len(rows)), [shorten(name, _LONGEST_LABEL) for name in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    words = {verdict.word for verdict in known}
-    shown = [legend_entry(word, color=color, marker="o") for word, color in _VERDICT_COLORS.items() if word in words]
-    add_legend(figure, shown)
+    words = set(known["verdict"])
+    add_legend(
+        figure,
+        [legend_entry(word, color=color, marker="o") for word, color in _VERDICT_COLORS.items() if word in words],
+    )
     return figure
 
 
@@ -423,18 +419,22 @@ class Panel(NamedTuple):
     is_log: bool = False
 
 
+def draw_panel(name: str, panel: Panel, looks: Sequence[Look]) -> Plot:
+    return draw(_small_figure(panel, looks), f"plot-{name}", panel.title, looks)
+
+
 @styled
-def small_figure(panel: Panel, looks: Sequence[Look]) -> Any:
+def _small_figure(panel: Panel, looks: Sequence[Look]) -> Any:
     """One panel that is readable on a phone. The page has its title and its legend."""
     figure, (axis,) = new_figure(1, height=3.0, width=_SMALL_WIDTH)
     faint = panel.faint or [()] * len(panel.curves)
     for points, raw, look in zip(panel.curves, faint, looks, strict=True):
         if raw:
-            axis.plot(*zip(*thinned(raw), strict=True), linewidth=0.8, alpha=0.3, color=look.color)
+            axis.plot(*zip(*evenly(raw, _MOST_POINTS), strict=True), linewidth=0.8, alpha=0.3, color=look.color)
         if points:
             marker = "o" if len(points) < _MOST_MARKED else ""
             drawn = {"color": look.color, "linestyle": _dashes(look), "marker": marker, "markersize": 3.5}
-            axis.plot(*zip(*thinned(points), strict=True), linewidth=look.width, **drawn)
+            axis.plot(*zip(*evenly(points, _MOST_POINTS), strict=True), linewidth=look.width, **drawn)
     values = [y for points in (*panel.curves, *faint) for _, y in points]
     if panel.is_log:
         scale_axis(axis.yaxis, values)
@@ -467,11 +467,3 @@ def looks_of(names: Sequence[str], *, is_ordered: bool = False) -> list[Look]:
         Look(name, PALETTE[number], _LEGEND_DASHES[cycle % len(_LEGEND_DASHES)], width=1.5 + min(len(names) - 1 - i, 3))
         for i, (name, (cycle, number)) in enumerate(zip(names, cycles, strict=True))
     ]
-
-
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `_MOST_POINTS` of the points, including the first and the last."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    last = len(points) - 1
-    return [points[round(index * last / (_MOST_POINTS - 1))] for index in range(_MOST_POINTS)]

@@ -12,50 +12,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from itertools import chain
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.schema import options
 from torchditan.evaluation.card import Card, CardFigure, cards_of_run
 from torchditan.evaluation.card_tables import interval_text, ordered_names, value_text
 from torchditan.report import plots
-from torchditan.report.labels import UNKNOWN, as_utf8, commit_name, count, duration, listed, number, setting_value
-from torchditan.report.page import (
-    Block,
-    Frames,
-    Look,
-    Page,
-    Picture,
-    Pictures,
-    Plot,
-    Plots,
-    Section,
-    Slider,
-    Table,
-    Warned,
-    data_uri,
-    html_of,
-    num_bytes,
-    picture_uri,
-    uri_of,
-    write_page,
+from torchditan.report.labels import (
+    UNKNOWN,
+    commit_name,
+    count,
+    csv_of,
+    duration,
+    evenly,
+    listed,
+    number,
+    ratio_text,
+    setting_value,
+    shorten,
 )
+from torchditan.report.page import Block, Page, Plots, Section, Warned, table
 from torchditan.report.plots import Panel, Points
-from torchditan.report.runs import Run, differing_settings, read_runs, runs_in
-from torchditan.report.several_runs import Comparison, ratio_text
-from torchditan.run.atomic_files import write_file
+from torchditan.report.runs import Comparison, Run, differing_settings
+from torchditan.report.samples import samples_over_time
 
-PAGE_NAME = "report.html"
-_MOST_RUNS = 32  # the colours and dashes of the plots distinguish no more
-_MOST_PICTURES = 40
-_GRID_BYTES, _STRIP_BYTES, _ANIMATION_BYTES = 4_000_000, 1_000_000, 1_000_000  # of all; as base64 they take 8 MB
-_MOST_COLUMNS = 8
 _MOST_OPTIONS = 1000
 _LONGEST_VALUE = 300
 _MOST_PROFILES = 5
@@ -63,66 +44,9 @@ _BIN = re.compile(r"validation_loss_by_t/(\d\.\d+)-(\d\.\d+)")
 _ABSENT = "absent"
 
 
-def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[str] | None = None) -> Path:
-    """Write the page of run directories.
-
-    Args:
-        folders: run directories.
-        out: a file that ends with .html, or a folder. None: in the run, or next to the first of several.
-        labels: a name for each run. None: the folder names.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ConfigError: a folder is not a run or is named twice, there are too many, or `out` cannot be written.
-    """
-    content = as_utf8(html_of(run_page(_read_runs(folders, labels, option="run"))))
-    first = folders[0]
-    path = out or (first if len(folders) == 1 else first.absolute().parent)
-    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
-        path = path / PAGE_NAME
-    try:
-        write_file(path, content)
-    except OSError as error:
-        raise option_error("--out", str(path), f"is not a writable file ({error.strerror})") from None
-    return path
-
-
-def write_comparison(folders: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
-    """Write the page of runs as compare.html to the folder `out`, with its plots and compare.csv next to it.
-
-    Args:
-        folders: run directories, or grids, whose runs are compared.
-        out: the folder.
-        labels: a name for each run. None: the folder names.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ConfigError: as `write_run_page`, or there are fewer than two runs.
-    """
-    folders = [run for folder in folders for run in runs_in(folder)]
-    if len(folders) < 2:
-        right = "is a single run; must be two or more run directories"
-        raise option_error("--compare", " ".join(map(str, folders)), right)
-    runs = _read_runs(folders, labels, option="--compare")
-    page = replace(run_page(runs), files={"compare.csv": Comparison(runs).csv()})
-    return write_page(page, out, "compare.html")
-
-
-def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None, *, option: str) -> list[Run]:
-    if len(folders) > _MOST_RUNS:
-        raise ConfigError(
-            f"{len(folders)} runs are too many for one page; name at most {_MOST_RUNS}, or the folder that holds them"
-        )
-    return read_runs(folders, labels, option=option)
-
-
 def run_page(runs: Sequence[Run]) -> Page:
     sections = (
-        *(_summary, _differences, _loss, _scores, _samples, _evaluation, _loss_by_timestep),
+        *(_summary, _differences, _loss, _scores, samples_over_time, _evaluation, _loss_by_timestep),
         *(_optimization, _speed, _configuration),
     )
     names = ", ".join(run.label for run in runs)
@@ -134,6 +58,7 @@ def run_page(runs: Sequence[Run]) -> Page:
         headlines=list(comparison.headlines),
         warnings=[Warned(sentence) for sentence in (*comparison.warnings, *of_runs)],
         sections=[make(runs) for make in sections],
+        files={"compare.csv": csv_of(comparison.table)},
     )
 
 
@@ -146,7 +71,7 @@ def _facts(run: Run, *, is_alone: bool) -> Iterable[str]:
         f"{images:,.0f} images" if images is not None else "",
         duration(run.elapsed_s) if run.elapsed_s is not None else "",
     ]
-    hardware = f"{run.hardware}, torch {_version(run, 'torch')}" + (
+    hardware = f"{run.hardware}, torch {run.content['versions'].get('torch') or 'unknown'}" + (
         f", commit {commit_name(str(run.content['git_commit']))}" if run.content.get("git_commit") else ""
     )
     yield f"{start}{', '.join(filter(None, parts))}. {hardware}."
@@ -175,77 +100,78 @@ def _warnings(run: Run) -> Iterable[str]:
 
 
 def _summary(runs: Sequence[Run]) -> Section:
-    rows: list[tuple[str, Callable[[Run], str]]] = [
-        ("status", lambda run: run.state_text),
-        ("reason", lambda run: _shortened(str(run.status.get("reason") or ""))),
-        ("steps", lambda run: run.steps_text),
-        ("images seen", lambda run: _measured(run.last("images_seen"), "{:,.0f}")),
-        ("time", lambda run: duration(run.elapsed_s)),
-        ("final loss", lambda run: _measured(run.loss, "{:.4g}")),
-        ("validation loss", lambda run: _measured(run.validation_loss, "{:.4g}")),
-        *_compared(Comparison(runs)),
-        ("steps/s", lambda run: _measured(run.steps_per_second)),
-        ("images/s", lambda run: _measured(run.images_per_second)),
-        ("MFU, %", lambda run: _measured(run.last("mfu"))),
-        ("peak memory, GiB", lambda run: _measured(run.peak_memory_gib)),
-        ("s per sample drawn", lambda run: _measured(run.seconds_per_image)),
-        ("model", lambda run: _option(run, "model.flavor")),
-        ("objective", lambda run: _option(run, "diffusion.objective")),
-        ("data", lambda run: _option(run, "dataset.dataset_name")),
-        ("classes", _classes),
-        ("global batch", lambda run: _option(run, "training.global_batch_size")),
-        ("precision", lambda run: str(run.precision or "")),
-        ("parallel", lambda run: run.parallel_mode or ""),
-        ("hardware", lambda run: run.hardware),
-        ("CPU", lambda run: str(run.machine.get("cpu") or "")),
-        *((package, lambda run, name=package: _version(run, name)) for package in ("torchditan", "torch", "python")),
-        ("git commit", lambda run: commit_name(str(run.content.get("git_commit") or "unknown"))),
-        ("created, UTC", lambda run: _moment(run, "created")),
-        ("last start, UTC", lambda run: _moment(run, "started") if run.was_resumed else ""),
-        ("folder", lambda run: str(run.path)),
-    ]
-    filled = [[name, *map(value, runs)] for name, value in rows]
-    known = [row for row in filled if any(cell not in ("", UNKNOWN) for cell in row[1:])]
-    return Section("Summary", [Table(["", *(run.label for run in runs)], known)])
+    comparison = Comparison(runs)
+    found = comparison.table
 
+    def measured(column: str, form: Callable[[Any], str] = number) -> list[str]:
+        return [UNKNOWN if value is None else form(value) for value in found[column]]
 
-def _compared(comparison: Comparison) -> Iterable[tuple[str, Callable[[Run], str]]]:
-    """Ratios to the slowest run, and values at equal steps. Of one run, only its scores."""
-    keys = {"psnr": ("PSNR", "{:.2f} dB"), "ssim": ("SSIM", "{:.4f}")}
-    if len(comparison.runs) > 1:
-        yield f"time for {comparison.common_step or 0:,} steps", lambda run: duration(comparison.training_time(run))
-        yield "times as fast", lambda run: _ratio(comparison.time_ratio(run))
-        yield "speed-up of images/s", lambda run: _ratio(comparison.speed_up(run))
-        keys = {"loss": ("loss", "{:.4g}"), "validation_loss": ("validation loss", "{:.4g}"), **keys}
-    for key, (name, form) in keys.items():
-        yield f"{name} at step {comparison.equal_step or 0:,}", partial(_at_equal_step, comparison, key, form)
+    def each(value: Callable[[Run], Any]) -> list[str]:
+        return [str(value(run) or "") for run in runs]
 
+    def chosen(name: str) -> list[str]:
+        return each(lambda run: "" if run.options.get(name) is None else _value(run.options[name]))
 
-def _at_equal_step(comparison: Comparison, key: str, form: str, run: Run) -> str:
-    return _measured(comparison.at_equal_step(run)[key], form)
-
-
-def _ratio(value: float | None) -> str:
-    return UNKNOWN if value is None else ratio_text(value)
+    rows: dict[str, list[str]] = {
+        "status": each(lambda run: run.state_text),
+        "reason": each(lambda run: _shortened(str(run.status.get("reason") or ""))),
+        "steps": each(lambda run: run.steps_text),
+        "images seen": each(lambda run: _measured(run.last("images_seen"), "{:,.0f}")),
+        "time": measured("elapsed_s", duration),
+        "final loss": measured("loss", "{:.4g}".format),
+        "validation loss": measured("validation_loss", "{:.4g}".format),
+    }
+    scores = {"psnr": ("PSNR", "{:.2f} dB"), "ssim": ("SSIM", "{:.4f}")}
+    if len(runs) > 1:  # ratios to the slowest run, and values at equal steps
+        rows |= {
+            f"time for {comparison.common_step or 0:,} steps": measured("training_time_s", duration),
+            "times as fast": measured("training_time_ratio", ratio_text),
+            "speed-up of images/s": measured("speed_up", ratio_text),
+        }
+        scores = {"loss": ("loss", "{:.4g}"), "validation_loss": ("validation loss", "{:.4g}"), **scores}
+    for key, (name, form) in scores.items():
+        rows[f"{name} at step {comparison.equal_step or 0:,}"] = measured(f"{key}_at_equal_step", form.format)
+    rows |= {
+        "steps/s": measured("steps_per_second"),
+        "images/s": measured("images_per_second"),
+        "MFU, %": each(lambda run: _measured(run.last("mfu"))),
+        "peak memory, GiB": measured("peak_memory_gib"),
+        "s per sample drawn": measured("seconds_per_image"),
+        "model": chosen("model.flavor"),
+        "objective": chosen("diffusion.objective"),
+        "data": chosen("dataset.dataset_name"),
+        "classes": each(_classes),
+        "global batch": chosen("training.global_batch_size"),
+        "precision": each(lambda run: run.precision),
+        "parallel": each(lambda run: run.parallel_mode),
+        "hardware": each(lambda run: run.hardware),
+        "CPU": each(lambda run: run.machine.get("cpu")),
+        **{
+            package: [str(run.content["versions"].get(package) or "unknown") for run in runs]
+            for package in ("torchditan", "torch", "python")
+        },
+        "git commit": each(lambda run: commit_name(str(run.content.get("git_commit") or "unknown"))),
+        "created, UTC": each(lambda run: _moment(run, "created")),
+        "last start, UTC": each(lambda run: _moment(run, "started") if run.was_resumed else ""),
+        "folder": each(lambda run: run.path),
+    }
+    known = [(name, *cells) for name, cells in rows.items() if not set(cells) <= {"", UNKNOWN}]
+    return Section("Summary", [table(["", *(run.label for run in runs)], known)])
 
 
 def _differences(runs: Sequence[Run]) -> Section:
     if len(runs) == 1:
         return Section("What differs", [])
-    rows = [
-        [setting.name, setting.kind, *(_shortened(setting_value(value)) for value in setting.values)]
-        for setting in differing_settings(runs)
-    ]
+    rows = [[setting.name, setting.kind, *map(_value, setting.values)] for setting in differing_settings(runs)]
     note = "Names and folders of the runs are left out."
     if not rows:
         rows, note = [["(none)"] + [""] * (1 + len(runs))], "The runs have equal settings, names and folders aside."
-    return Section("What differs", [Table(["setting", "decides", *(run.label for run in runs)], rows)], note)
+    return Section("What differs", [table(["setting", "decides", *(run.label for run in runs)], rows)], note)
 
 
 def _loss(runs: Sequence[Run]) -> Section:
-    smooth = [_smoothed(run.curve("loss")) for run in runs]
     panels = {
-        "loss": Panel("Training loss", "step", "loss", smooth, faint=_faint(runs, "loss", smooth), is_log=True),
+        "loss": _smooth_panel(runs, "Training loss", "loss", "loss"),
         "validation": _panel(runs, "Validation loss", "validation_loss", "validation loss", is_log=True),
     }
     if len(runs) > 1:
@@ -309,16 +235,14 @@ def _loss_by_timestep(runs: Sequence[Run]) -> Section:
         panels |= {f"bin-{index}": _panel(runs, _bin_name(key), key, y) for index, key in enumerate(bins)}
         return Section("Validation loss by timestep", _drawn(runs, panels), note)
     (known,) = profiles
-    steps = _evenly(list(known), _MOST_PROFILES)
+    steps = evenly(list(known), _MOST_PROFILES)
     looks = plots.looks_of([f"step {step:,}" for step in steps], is_ordered=True)
     over_t = Panel("Over t", x, y, [known[step] for step in steps])
     shades = plots.looks_of([_bin_name(key) for key in bins], is_ordered=True)
     over_steps = Panel("Over steps", "step", y, [runs[0].curve(key) for key in bins], is_log=True)
-    small = [
-        replace(_plot("by-t", over_t, looks), legend=looks),
-        replace(_plot("bins", over_steps, shades), legend=shades),
-    ]
-    return Section("Validation loss by timestep", [Plots(small)], note)
+    drawn = {"by-t": (over_t, looks), "bins": (over_steps, shades)}
+    small = [plots.draw_panel(name, *shown)._replace(legend=shown[1]) for name, shown in drawn.items()]
+    return Section("Validation loss by timestep", [Plots(small, is_small=True)], note)
 
 
 def _profiles(run: Run, bins: Sequence[str]) -> dict[int, Points]:
@@ -337,10 +261,11 @@ def _bin_name(key: str) -> str:
 
 
 def _optimization(runs: Sequence[Run]) -> Section:
-    smooth = [_smoothed(run.curve("grad_norm")) for run in runs]
-    norm = Panel("Gradient norm before clipping", "step", "norm", smooth, faint=_faint(runs, "grad_norm", smooth))
-    rate = _panel(runs, "Learning rate", "lr", "learning rate")
-    return Section("Gradient norm and learning rate", _drawn(runs, {"norm": norm._replace(is_log=True), "rate": rate}))
+    panels = {
+        "norm": _smooth_panel(runs, "Gradient norm before clipping", "grad_norm", "norm"),
+        "rate": _panel(runs, "Learning rate", "lr", "learning rate"),
+    }
+    return Section("Gradient norm and learning rate", _drawn(runs, panels))
 
 
 def _speed(runs: Sequence[Run]) -> Section:
@@ -359,15 +284,19 @@ def _panel(runs: Sequence[Run], title: str, key: str, y: str, *, is_log: bool = 
     return Panel(title, "step", y, [run.curve(key) for run in runs], is_log=is_log)
 
 
-def _drawn(runs: Sequence[Run], panels: dict[str, Panel]) -> list[Block]:
+def _smooth_panel(runs: Sequence[Run], title: str, key: str, y: str) -> Panel:
+    """Smoothed curves, and the single values behind them."""
+    curves = [run.curve(key) for run in runs]
+    smooth = [_smoothed(points) for points in curves]
+    faint = [[] if len(points) < 40 else points for points in curves]
+    return Panel(title, "step", y, smooth, faint=faint, is_log=True)
+
+
+def _drawn(runs: Sequence[Run], panels: Mapping[str, Panel]) -> list[Block]:
     """The panels that have a point, with one legend."""
     looks = plots.looks_of([run.label for run in runs])
-    drawn = [_plot(name, panel, looks) for name, panel in panels.items() if any(panel.curves)]
-    return [Plots(drawn, looks)] if drawn else []
-
-
-def _plot(name: str, panel: Panel, looks: Sequence[Look]) -> Plot:
-    return plots.draw(plots.small_figure(panel, looks), f"plot-{name}", panel.title, looks)
+    drawn = [plots.draw_panel(name, panel, looks) for name, panel in panels.items() if any(panel.curves)]
+    return [Plots(drawn, looks, is_small=True)] if drawn else []
 
 
 def _smoothed(points: Points) -> Points:
@@ -382,65 +311,6 @@ def _smoothed(points: Points) -> Points:
     return means
 
 
-def _faint(runs: Sequence[Run], key: str, smooth: Sequence[Points]) -> list[Points]:
-    """The single values, where the curve is another."""
-    curves = [run.curve(key) for run in runs]
-    return [[] if len(raw) < 40 else raw for raw in curves] if smooth else []
-
-
-def _samples(runs: Sequence[Run]) -> Section:
-    steps = _chosen_steps(runs)
-    drawn = [(run, [step for step in steps if step in run.pictures]) for run in runs]
-    num_pictures = sum(len(found) for _, found in drawn)
-    if not num_pictures:
-        return Section("Samples over time", [])
-    share = _GRID_BYTES // num_pictures
-    frames = [
-        Frames(run.label, {step: data_uri(run.pictures[step], most_bytes=share) for step in found})
-        for run, found in drawn
-    ]
-    all_steps = len(set(chain.from_iterable(run.pictures for run in runs)))
-    is_smaller = any(num_bytes(run.pictures[step]) > share for run, found in drawn for step in found)
-    notes = [
-        "Move the slider, or use the arrow keys on it." if len(steps) > 1 else "",
-        f"The page has {len(steps)} of {all_steps:,} steps, samples/ of the runs all."
-        if len(steps) < all_steps
-        else "",
-        "Large pictures are scaled down." if is_smaller else "",
-    ]
-    cut = [picture for run, found in drawn for picture in _strip_and_animation(run, found, len(runs))]
-    blocks: list[Block] = [Slider(frames), *([Pictures("As a strip and as a GIF", cut)] if cut else [])]
-    return Section("Samples over time", blocks, " ".join(filter(None, notes)))
-
-
-def _strip_and_animation(run: Run, steps: Sequence[int], num_runs: int) -> list[Picture]:
-    """The same samples cut out of the grids of the steps: the first of each row side by side, and all as a GIF.
-
-    Grids of other rows or another size than the last one are left out, as are those that cannot be read.
-    """
-    if len(steps) < 2:
-        return []
-    from torchditan.evaluation.grid_picture import animation, read_cells, strip
-
-    grids = {}
-    for step in steps:
-        with suppress(ConfigError):
-            grids[step] = read_cells(run.pictures[step])
-    if not grids:
-        return []
-    last, labels = grids[max(grids)]
-    frames = {step: cells for step, (cells, names) in grids.items() if cells.shape == last.shape and names == labels}
-    if len(frames) < 2:
-        return []
-    shown = {step: frames[step][:, 0] for step in _evenly(list(frames), _MOST_COLUMNS)}
-    row = picture_uri(strip(shown, labels, title=run.label), most_bytes=_STRIP_BYTES // num_runs)
-    moving = animation(frames, labels, title=run.label, most_bytes=_ANIMATION_BYTES // num_runs)
-    return [
-        Picture(run.label, f"{len(shown)} steps", row),
-        Picture(run.label, f"{len(frames)} steps, as a GIF", uri_of(moving, "gif")),
-    ]
-
-
 def _evaluation(runs: Sequence[Run]) -> Section:
     """The newest card of each run."""
     cards = [next(iter(cards_of_run(run.path)), None) for run in runs]
@@ -453,12 +323,12 @@ def _evaluation(runs: Sequence[Run]) -> Section:
     }
     rows = [[name, *(value(card) if card else "" for card in cards)] for name, value in about.items()]
     for name in dict.fromkeys(name for card in found for name in card.sampling):
-        values = [_shortened(setting_value(card.sampling.get(name))) if card else "" for card in cards]
+        values = [_value(card.sampling.get(name)) if card else "" for card in cards]
         rows.append([f"sampling.{name}", *values])
     for name in ordered_names({name: figure for card in found for name, figure in card.figures.items()}):
         rows.append([name, *(_figure(card.figures.get(name)) if card else "" for card in cards)])
     note = "The newest evaluation in evaluation/. Values in brackets are the ends of the interval."
-    return Section("Evaluation", [Table(["", *(run.label for run in runs)], rows)] if found else [], note)
+    return Section("Evaluation", [table(["", *(run.label for run in runs)], rows)] if found else [], note)
 
 
 def _figure(figure: CardFigure | None) -> str:
@@ -468,44 +338,24 @@ def _figure(figure: CardFigure | None) -> str:
     return value_text(figure) + ("" if interval == "none" else f" ({interval})")
 
 
-def _chosen_steps(runs: Sequence[Run]) -> list[int]:
-    """The steps that the slider offers: all; or, if these are too many pictures, some of those that all runs share."""
-    drawn = [set(run.pictures) for run in runs if run.pictures]
-    if not drawn:
-        return []
-    every, shared = set.union(*drawn), set.intersection(*drawn)
-    if sum(map(len, drawn)) <= _MOST_PICTURES:
-        return sorted(every)
-    later = {step for step in every if step > max(shared, default=0)}  # of the longest runs, or all
-    return _evenly(sorted(shared | later), max(1, _MOST_PICTURES // len(drawn)))
-
-
-def _evenly(values: Sequence[int], most: int) -> list[int]:
-    """At most this many of the values, including the first and the last; the last, if only one."""
-    if len(values) <= most:
-        return list(values)
-    if most == 1:
-        return [values[-1]]
-    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
-
-
 def _configuration(runs: Sequence[Run]) -> Section:
     known = options()
     names = list(dict.fromkeys([*known, *(name for run in runs for name in run.options)]))
     defaults = {name: _plain(option.default) for name, option in known.items()}
-    rows, changed = [], []
+    rows = []
     for name in names:
         values = [run.options.get(name, _ABSENT) for run in runs]
         default = defaults.get(name, "unknown option")
-        rows.append([name, *(_shortened(setting_value(value)) for value in (*values, default))])
-        if any(value not in (default, _ABSENT) for value in values):
-            changed.append(rows[-1])
+        is_changed = any(value not in (default, _ABSENT) for value in values)
+        rows.append((is_changed, [name, *map(_value, (*values, default))]))
     headers = ["option", *(run.label for run in runs), "default"]
+    changed = [row for is_changed, row in rows if is_changed]
+    every = [row for _, row in rows]
     return Section(
         "Configuration",
         [
-            Table(headers, changed, title="Differs from the default", most_rows=_MOST_OPTIONS),
-            Table(headers, rows, summary=f"All {len(rows)} options", most_rows=_MOST_OPTIONS),
+            table(headers, changed, title="Differs from the default", most_rows=_MOST_OPTIONS),
+            table(headers, every, summary=f"All {len(every)} options", most_rows=_MOST_OPTIONS),
         ],
         "As the run completed it: options that were left open have the values that it chose.",
     )
@@ -517,20 +367,15 @@ def _plain(value: Any) -> Any:
 
 
 def _shortened(text: str) -> str:
-    return plots.shorten(text, _LONGEST_VALUE)
+    return shorten(text, _LONGEST_VALUE)
+
+
+def _value(value: Any) -> str:
+    return _shortened(setting_value(value))
 
 
 def _measured(value: float | None, form: str = "") -> str:
     return UNKNOWN if value is None else form.format(value) if form else number(value)
-
-
-def _option(run: Run, name: str) -> str:
-    value = run.options.get(name)
-    return "" if value is None else _shortened(setting_value(value))
-
-
-def _version(run: Run, package: str) -> str:
-    return str(run.content["versions"].get(package) or "unknown")
 
 
 def _moment(run: Run, key: str) -> str:

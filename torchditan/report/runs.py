@@ -3,7 +3,8 @@
 
 Notable:
 - All data comes from the files of the run directories. Missing data is None, never 0.
-- Reading needs neither torch nor pandas.
+- Several runs are usually one job on different hardware. Their times are compared over equal steps, their scores at an
+  equal step. Runs are one job if all options agree that decide what is learned. Only then should their losses agree.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchditan.ablation.ledger import CSV_NAME
 from torchditan.ablation.maker import RUNS_FOLDER
-from torchditan.config.errors import option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.report.grid_results import distinct_names, parallel_mode
+from torchditan.report.labels import count, duration, ratio_text
 from torchditan.run.reading import count_metrics_lines, read_config, read_metrics, read_status
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # A path cannot show whether moved weights are the same weights.
 _PATHS = ("model.path", "checkpoint.initial_load_path", "text_encoder.path", "lora.assistant_path")
+SAME_CURVE = 1e-3
+"""Relative difference of losses up to which two curves of one job count as equal."""
 _NAMES_AND_PLACES = ("job", "profiling", "comm", "cache", "metrics")
 _EVENTS = ("metrics.enable_sampling", "metrics.sample_freq")  # drawing samples takes time
 _PLACES = ("dataset.root_dir", "autoencoder.path", "checkpoint.folder")
 _JOB, _PATH, _DRAWING, _RUNNING = _KINDS = ("training", "a path; contents may be equal", "sampling", "execution")
+_MOST_RUNS = 32  # the colours and dashes of the plots distinguish no more
 _STATES = {"oom": "out of memory", "running": "running, or killed", "error": "failed"}
 
 
@@ -58,13 +66,8 @@ class Run:
         return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
 
     @property
-    def trajectory(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.content.get("trajectory", {})
-        return found
-
-    @property
     def machine(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.content.get("hardware", {})
+        found: dict[str, Any] = self.content["hardware"]
         return found
 
     @property
@@ -94,10 +97,6 @@ class Run:
         context = _integer(self.options.get("training.context_parallel_degree")) or 1
         tokens = f", context parallelism over {context}" if context > 1 else ""
         return "one process" if mode == "one device" else f"{mode}{tokens}"
-
-    @property
-    def global_batch_size(self) -> int | None:
-        return self.options.get("training.global_batch_size")
 
     @property
     def precision(self) -> str | None:
@@ -140,14 +139,6 @@ class Run:
     @cached_property
     def elapsed_s(self) -> float | None:
         return self.last("elapsed_s")
-
-    @property
-    def loss(self) -> float | None:
-        return self.last("loss")
-
-    @property
-    def validation_loss(self) -> float | None:
-        return self.last("validation_loss")
 
     @cached_property
     def steps_per_second(self) -> float | None:
@@ -215,26 +206,24 @@ class Run:
         return statistics.mean(middle)
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """An option that differs between runs. `kind` is what it decides: one of `_KINDS`."""
 
     name: str
     kind: str
     values: list[Any]
 
-    @property
-    def is_of_job(self) -> bool:
-        """Whether it decides what is learned. Runs that differ in no such setting are one job."""
-        return self.kind == _JOB
-
 
 def read_runs(folders: Sequence[Path], labels: Sequence[str] | None, *, option: str) -> list[Run]:
     """Read run directories and name them. `option` is what the user named them with, for messages.
 
     Raises:
-        ConfigError: a duplicate run, a folder that is not a run, or wrong labels.
+        ConfigError: too many runs, a duplicate, a folder that is not a run, or wrong labels.
     """
+    if len(folders) > _MOST_RUNS:
+        raise ConfigError(
+            f"{len(folders)} runs are too many for one page; name at most {_MOST_RUNS}, or the folder that holds them"
+        )
     twice = _repeated(folder.resolve() for folder in folders)
     if twice is not None:
         raise option_error(option, str(twice), "is named twice; name each run once")
@@ -262,8 +251,8 @@ def runs_in(folder: Path) -> list[Path]:
 
 def differing_settings(runs: Sequence[Run]) -> list[Setting]:
     """Settings of the job first, then of paths, drawing and running. Names and folders of the runs are left out."""
-    jobs = {name for run in runs for name in run.trajectory}
-    trees = [run.options | run.trajectory for run in runs]
+    jobs = {name for run in runs for name in run.content["trajectory"]}
+    trees = [run.options | run.content["trajectory"] for run in runs]
     found = []
     for name in dict.fromkeys(name for tree in trees for name in tree):
         values = [tree.get(name, "absent") for tree in trees]
@@ -328,3 +317,141 @@ def _integer(value: Any) -> int | None:
     """A number that is not negative and has at most 63 bits, or None: files can be damaged."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return value if is_integer and 0 <= value < 2**63 else None
+
+
+class CurvePair(NamedTuple):
+    """Losses of two runs of one job at the steps that both logged."""
+
+    first: Run
+    second: Run
+    difference: float
+    """The largest, relative to the larger loss."""
+    parted_at: int | None
+    """The first step at which they differ by more than SAME_CURVE."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Values that need all runs. They are None where runs did not measure them; runs without a line are ignored."""
+
+    runs: Sequence[Run]
+
+    @cached_property
+    def common_step(self) -> int | None:
+        """The last step that all runs reached."""
+        return min((run.steps for run in self.runs if run.steps is not None), default=None)
+
+    def training_time(self, run: Run) -> float | None:
+        """Seconds that a run took for the steps that all runs reached, with sampling, validation and checkpoints."""
+        return None if self.common_step is None else run.reached_at(self.common_step)
+
+    def time_ratio(self, run: Run) -> float | None:
+        """Training time of the slowest run, divided by that of this run."""
+        own = self.training_time(run)
+        known = [time for time in map(self.training_time, self.runs) if time]
+        return max(known) / own if own and len(known) > 1 else None
+
+    def speed_up(self, run: Run) -> float | None:
+        """Images/s relative to the slowest run."""
+        known = [speed for other in self.runs if (speed := other.images_per_second)]
+        return run.images_per_second / min(known) if run.images_per_second and len(known) > 1 else None
+
+    @cached_property
+    def equal_step(self) -> int | None:
+        """The last step at which all runs have PSNR or SSIM; if no run has any, the last one that all logged."""
+        scored = [{step for key in ("psnr", "ssim") for step, _ in run.scores(key)} for run in self.runs]
+        logged = [{record["step"] for record in run.records} for run in self.runs]
+        known = [steps for steps in (scored if any(scored) else logged) if steps]
+        return max(set.intersection(*known), default=None) if known else None
+
+    def at_equal_step(self, run: Run) -> dict[str, float | None]:
+        """`elapsed_s`, `loss`, `validation_loss`, `psnr` and `ssim` of a run at `equal_step`."""
+        step = self.equal_step
+        if step is None:
+            return dict.fromkeys(("elapsed_s", "loss", "validation_loss", "psnr", "ssim"))
+        curves = {key: dict(run.curve(key)) for key in ("loss", "validation_loss")}
+        curves |= {key: dict(run.scores(key)) for key in ("psnr", "ssim")}
+        return {"elapsed_s": run.reached_at(step), **{key: curve.get(step) for key, curve in curves.items()}}
+
+    @cached_property
+    def curves(self) -> list[CurvePair]:
+        """The pairs of runs of one job that logged losses at the same steps."""
+        pairs = (_curve_pair(*pair) for pair in combinations(self.runs, 2) if _are_one_job(*pair))
+        return [pair for pair in pairs if pair is not None]
+
+    @property
+    def headlines(self) -> Iterable[str]:
+        """The ratio of total training times, and whether runs of one job follow one curve."""
+        times = [(time, run.label) for run in self.runs if (time := self.training_time(run))]
+        if len(times) > 1:
+            (least, fastest), (most, slowest) = min(times), max(times)
+            yield (
+                f"Total training time: {fastest} is {ratio_text(most / least)} times as fast as {slowest} "
+                f"({count(self.common_step or 0, 'step')} in {duration(least)} instead of {duration(most)})."
+            )
+        most_apart = max((pair.difference for pair in self.curves), default=None)
+        if most_apart is not None and most_apart <= SAME_CURVE:
+            yield f"Runs of one job have the same losses{f', within {most_apart:.1e}' if most_apart else ''}."
+
+    @property
+    def warnings(self) -> Iterable[str]:
+        parted = [(pair.parted_at, pair) for pair in self.curves if pair.parted_at is not None]
+        if parted:
+            step, first = min(parted, key=lambda found: found[0])
+            yield (
+                f"The losses of {len(parted)} of {count(len(self.curves), 'pair')} of runs of one job differ by more "
+                f"than {SAME_CURVE:g}, first at step {step:,} ({first.first.label} and {first.second.label})."
+            )
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row per run: the columns of compare.csv. None where a run did not measure it."""
+        import pandas as pd
+
+        return pd.DataFrame([self._row(run) for run in self.runs], dtype=object)
+
+    def _row(self, run: Run) -> dict[str, Any]:
+        return {
+            "label": run.label,
+            "path": str(run.path),
+            "hardware": run.hardware,
+            "world_size": run.world_size,
+            "parallel_mode": run.parallel_mode,
+            "global_batch_size": run.options.get("training.global_batch_size"),
+            "precision": run.precision,
+            "steps": run.steps,
+            "planned_steps": run.planned_steps,
+            "elapsed_s": run.elapsed_s,
+            "steps_per_second": run.steps_per_second,
+            "images_per_second": run.images_per_second,
+            "speed_up": self.speed_up(run),
+            "seconds_per_image": run.seconds_per_image,
+            "peak_memory_gib": run.peak_memory_gib,
+            "loss": run.last("loss"),
+            "validation_loss": run.last("validation_loss"),
+            "state": run.state,
+            "common_step": self.common_step,
+            "training_time_s": self.training_time(run),
+            "training_time_ratio": self.time_ratio(run),
+            "equal_step": self.equal_step,
+            **{f"{key}_at_equal_step": value for key, value in self.at_equal_step(run).items()},
+            "scored_against": run.scored_against,
+            "torch": run.content["versions"].get("torch"),
+            "git_commit": run.content.get("git_commit"),
+            "hostname": run.machine.get("hostname"),
+            "run_id": run.content.get("run_id"),
+        }
+
+
+def _are_one_job(first: Run, second: Run) -> bool:
+    return not any(setting.kind == _JOB for setting in differing_settings([first, second]))
+
+
+def _curve_pair(first: Run, second: Run) -> CurvePair | None:
+    there = dict(second.curve("loss"))
+    common = [(step, loss, there[step]) for step, loss in first.curve("loss") if step in there]
+    if not common:
+        return None
+    relative = [(step, abs(a - b) / (max(abs(a), abs(b)) or 1.0)) for step, a, b in common]
+    parted_at = next((step for step, difference in relative if difference > SAME_CURVE), None)
+    return CurvePair(first, second, max(difference for _, difference in relative), parted_at)

@@ -16,23 +16,29 @@ Notable:
   comparison with p = 1, because figures are rounded shares of images and agree by chance.
 - The number of further seeds assumes that the measured mean and spread are the true ones. It is the smallest number at
   which the test finds the difference with probability 0.8, at the level 0.05 / (comparisons still undecided).
+
+The verdicts are a DataFrame, one row for each figure of two cells: the columns of verdicts.csv, and
+    others          ((axis, value), ...): the other settings that vary in the results
+    name            of the figure, for readers
+    has_interval    whether the interval says something: one of a few seeds can reach values that the figure cannot have
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchditan.ablation.grid import BATCH_SIZE, SEED
 from torchditan.ablation.ledger import QUALITY
 from torchditan.config.errors import option_error
-from torchditan.evaluation.card import spread_of
-from torchditan.report.effects import Metric, matched_pairs
+from torchditan.evaluation.card_tables import columns, rounded, significant
+from torchditan.report.effects import MEMORY, PER_DEVICE, THROUGHPUT, Metric, matched_pairs
 from torchditan.report.grid_results import GridResults
+from torchditan.report.labels import TOO_FEW_RUNS, axis_name, change_name, count, csv_of, value_name
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
 
 LEVEL = 0.05
 """Share of grids without any effect that get a verdict."""
@@ -57,130 +63,62 @@ _CAN_BE_NEGATIVE = ("KID",)
 """Figures whose unbiased estimates are negative at times; all others are losses, distances and shares."""
 _WIDEST_RATIO = 10.0
 """Of the ends of a ratio's interval, above which it says only that there are too few runs."""
+_MOST_ROWS = 100  # in a terminal
+_CHANGE = ["grid", "axis", "from_value", "to_value"]
+_CSV_COLUMNS = [
+    *(*_CHANGE, "from_run", "to_run", "figure", "better", "seeds", "missing_seeds"),
+    *("before", "after", "difference", "low", "high", "p", "corrected_p", "num_comparisons", "verdict"),
+    *("further_seeds", "flops_ratio", "time_ratio", "time_low", "time_high", "memory_ratio"),
+]
+_HEADERS = (
+    *("change", "with", "figure", "seeds", "before", "after", "difference", "95% interval", "corrected p", "verdict"),
+    *("further seeds", "FLOPs", "time", "memory"),
+)
+NUMERIC = frozenset(_HEADERS[3:9]) | frozenset(_HEADERS[10:])
 
 
 class Tests(NamedTuple):
-    """Paired t tests; arrays (..., comparisons)."""
+    """Paired t tests; arrays (..., comparisons). NaN with fewer than two seeds."""
 
     num_seeds: np.ndarray
     mean: np.ndarray
     std: np.ndarray
-    """Of one difference; NaN with fewer than two seeds."""
+    """Of one difference."""
     half_width: np.ndarray
     p: np.ndarray
-    """NaN with fewer than two seeds, 1 if all differences are equal."""
-    corrected: np.ndarray
-    """Smallest level at which Holm's procedure rejects "no difference", between 0 and 1."""
-
-    @property
-    def is_decided(self) -> np.ndarray:
-        return self.corrected <= LEVEL
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Ratios, after / before, of the cells of a comparison: geometric means over seeds; None if not measured."""
-
-    flops: float | None
-    """Training FLOPs per image."""
-    time: float | None
-    """Training time per image."""
-    memory: float | None
-    """Peak memory per device."""
-    time_interval: tuple[float, float] | None
-    """95% of `time`, over the seeds; None with one seed."""
-
-    @property
-    def is_time_known(self) -> bool:
-        """Whether the interval of the time says something."""
-        return self.time_interval is not None and self.time_interval[1] <= _WIDEST_RATIO * self.time_interval[0]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One figure of two cells that differ in one setting."""
-
-    source: str
-    axis: str
-    from_value: str
-    to_value: str
-    others: tuple[tuple[str, str], ...]
-    """The other settings that vary in the results, and their values."""
-    runs: tuple[str, str]
-    """Names of the two cells, with their seeds."""
-    metric: Metric
-    seeds: tuple[str, ...]
-    """Those that both cells have."""
-    missing: tuple[str, ...]
-    """Those that only one of them has: the other run failed, or its figure is not finite."""
-    before: float
-    after: float
-    difference: float
-    """after - before: means over the seeds."""
-    half_width: float | None
-    """Half of the difference's 95% interval; None with one seed."""
-    p: float | None
-    corrected: float | None
-    num_comparisons: int
-    """Over which p was corrected: all of this grid with two seeds or more."""
-    word: str
-    further_seeds: int | None
-    """That would decide it; None if it is decided, if they are more than `MOST_SEEDS`, or if nobody knows."""
-    cost: Cost
-
-    @property
-    def is_decided(self) -> bool:
-        return self.word in (BETTER, WORSE)
-
-    @property
-    def is_tested(self) -> bool:
-        return self.p is not None
-
-    @property
-    def has_interval(self) -> bool:
-        """Whether the interval says something: one of a few seeds can reach values that the figure cannot have."""
-        if self.half_width is None:
-            return False
-        return self.metric.column.startswith(_CAN_BE_NEGATIVE) or self.half_width <= min(self.before, self.after)
+    """1 if all differences are equal."""
 
 
 def paired_tests(differences: np.ndarray) -> Tests:
-    """Test differences (..., comparisons, seeds), NaN where a seed is missing; the last comparisons are one grid's."""
+    """Test differences (..., comparisons, seeds), NaN where a seed is missing."""
     import numpy as np
-    from scipy.special import stdtr, stdtrit
+    from scipy.stats import ttest_1samp
 
-    known = ~np.isnan(differences)
-    num_seeds = known.sum(axis=-1)
-    values = np.where(known, differences, 0.0)
-    mean = values.sum(axis=-1) / np.maximum(num_seeds, 1)
-    squares = (np.where(known, differences - mean[..., None], 0.0) ** 2).sum(axis=-1)
-    degrees = np.maximum(num_seeds - 1, 1)
+    num_seeds = (~np.isnan(differences)).sum(axis=-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # fewer than two seeds, and equal differences
+        found = ttest_1samp(differences, 0, axis=-1, nan_policy="omit")
+        interval = found.confidence_interval(0.95)
+        mean, std = np.nanmean(differences, axis=-1), np.nanstd(differences, axis=-1, ddof=1)
+        # Differences that are equal, but for the rounding of their last bits, show no spread.
+        has_spread = std > 1e-9 * np.nanmax(np.abs(differences), axis=-1)
     is_tested = num_seeds > 1
-    std = np.where(is_tested, np.sqrt(squares / degrees), np.nan)
-    error = std / np.sqrt(np.maximum(num_seeds, 1))
-    # Differences that are equal, but for the rounding of their last bits, show no spread.
-    has_spread = std > 1e-9 * np.abs(values).max(axis=-1, initial=0)
-    statistic = np.abs(mean) / np.where(has_spread, error, 1.0)
-    p = np.where(is_tested, np.where(has_spread, 2 * stdtr(degrees, -statistic), 1.0), np.nan)
-    mean = np.where(num_seeds > 0, mean, np.nan)
-    return Tests(num_seeds, mean, std, stdtrit(degrees, 0.975) * error, p, holm(p))
+    p = np.where(is_tested, np.where(has_spread, found.pvalue, 1.0), np.nan)
+    half_width = np.where(is_tested, (interval.high - interval.low) / 2, np.nan)
+    return Tests(num_seeds, mean, std, half_width, p)
 
 
 def holm(p: np.ndarray) -> np.ndarray:
-    """Corrected p values (..., comparisons); NaN are not tests and count for nothing.
+    """Corrected p values (comparisons,); NaN are not tests and count for nothing.
 
     In ascending order the k-th of m values becomes the maximum over j <= k of (m - j + 1) p_j, at most 1.
     """
     import numpy as np
+    import pandas as pd
 
-    order = np.argsort(p, axis=-1)  # NaN last
-    ascending = np.take_along_axis(p, order, axis=-1)
-    num_tests = (~np.isnan(p)).sum(axis=-1, keepdims=True)
-    factors = num_tests - np.arange(p.shape[-1])
-    corrected = np.minimum(np.maximum.accumulate(factors * ascending, axis=-1), 1.0)
-    result = np.empty_like(corrected)
-    np.put_along_axis(result, order, corrected, axis=-1)
-    return result
+    ascending = pd.Series(p).dropna().sort_values()
+    corrected = (ascending * np.arange(len(ascending), 0, -1)).cummax().clip(upper=1.0)
+    return corrected.reindex(range(len(p))).to_numpy()
 
 
 def seeds_needed(mean: float, std: float, *, level: float) -> int | None:
@@ -204,8 +142,8 @@ def seeds_needed(mean: float, std: float, *, level: float) -> int | None:
     return int(number[enough[0]]) if len(enough) else None
 
 
-def judge(results: GridResults, figures: list[str] | None = None) -> list[Verdict]:
-    """Verdicts on all pairs of cells that differ in one setting, for every figure; [] if there is nothing to judge.
+def judge(results: GridResults, figures: list[str] | None = None) -> pd.DataFrame:
+    """Verdicts on all pairs of cells that differ in one setting, for every figure.
 
     Args:
         results: of one or more grids. Each is corrected for its own comparisons.
@@ -215,6 +153,8 @@ def judge(results: GridResults, figures: list[str] | None = None) -> list[Verdic
     Raises:
         ConfigError: a figure was not measured.
     """
+    import pandas as pd
+
     metrics = _metrics(results, figures)
     axes = [*results.effects, *([BATCH_SIZE] if BATCH_SIZE in results.varied and not results.searched else [])]
     usual = matched_pairs(results.cells, results.axes, axes)
@@ -223,16 +163,15 @@ def judge(results: GridResults, figures: list[str] | None = None) -> list[Verdic
         grid = results.runs.loc[results.runs["source"] == source, "grid"].iloc[0]
         baseline = _baseline(results, grid)
         pairs = matched_pairs(results.cells, results.axes, axes, baseline=baseline) if baseline else usual
-        mine = pairs[pairs["source"] == source]
         chosen = {name for kind in ("axes", "settings") for name in results.contents[grid].get(kind, ())}
         compared = [
             (pair, metric)
-            for pair in mine.itertuples()
+            for pair in pairs[pairs["source"] == source].itertuples()
             for metric in metrics
             if _is_comparable(pair.axis, metric, chosen)
         ]
-        found += _judge_grid(results, compared)
-    return found
+        found += [_judge_grid(results, compared)] if compared else []
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=_CSV_COLUMNS)
 
 
 def _baseline(results: GridResults, grid: str) -> dict[str, str]:
@@ -262,58 +201,68 @@ def _is_comparable(axis: str, metric: Metric, chosen: set[str]) -> bool:
     return not (metric.column in ("validation_loss", TRAINING_LOSS.column) and axis.startswith(_CHANGE_THE_LOSS))
 
 
-def _judge_grid(results: GridResults, compared: list[tuple[Any, Metric]]) -> list[Verdict]:
+def _judge_grid(results: GridResults, compared: list[tuple[Any, Metric]]) -> pd.DataFrame:
     import numpy as np
+    import pandas as pd
 
-    if not compared:
-        return []
-    values = {metric.column: _by_seed(results, metric.column) for _, metric in compared}
-    before = np.stack([values[metric.column][pair.a] for pair, metric in compared])  # (comparisons, seeds)
-    after = np.stack([values[metric.column][pair.b] for pair, metric in compared])
+    a, b = (np.array([getattr(pair, side) for pair, _ in compared]) for side in "ab")
+    by_seed = {metric.column: _by_seed(results, metric.column) for _, metric in compared}
+    before, after = (
+        np.stack([by_seed[metric.column][row] for row, (_, metric) in zip(rows, compared, strict=True)])
+        for rows in (a, b)
+    )  # (comparisons, seeds)
+    both = ~np.isnan(before) & ~np.isnan(after)
+    one = np.isnan(before) != np.isnan(after)
     tests = paired_tests(after - before)
-    num_comparisons = int((~np.isnan(tests.p)).sum())
-    level = LEVEL / max(num_comparisons - int(tests.is_decided.sum()), 1)
-    costs = _Costs(results)
-    verdicts = []
-    for number, (pair, metric) in enumerate(compared):
-        both = ~np.isnan(before[number]) & ~np.isnan(after[number])
-        one = np.isnan(before[number]) != np.isnan(after[number])
-        mean, std, is_tested = float(tests.mean[number]), float(tests.std[number]), bool(tests.num_seeds[number] > 1)
-        word = _word(int(tests.num_seeds[number]), bool(tests.is_decided[number]), mean, metric)
-        needed = seeds_needed(mean, std, level=level) if word == INCONCLUSIVE else None
-        cell = results.cells.iloc[pair.a]
-        verdicts.append(
-            Verdict(
-                source=pair.source,
-                axis=pair.axis,
-                from_value=pair.from_value,
-                to_value=pair.to_value,
-                others=tuple((axis, cell[axis]) for axis in results.varied if axis != pair.axis),
-                runs=(cell["run_name"], results.cells["run_name"].iloc[pair.b]),
-                metric=metric,
-                seeds=tuple(np.array(results.seeds)[both]),
-                missing=tuple(np.array(results.seeds)[one]),
-                before=float(before[number][both].mean()) if both.any() else math.nan,
-                after=float(after[number][both].mean()) if both.any() else math.nan,
-                difference=mean,
-                half_width=float(tests.half_width[number]) if is_tested else None,
-                p=float(tests.p[number]) if is_tested else None,
-                corrected=float(tests.corrected[number]) if is_tested else None,
-                num_comparisons=num_comparisons,
-                word=word,
-                further_seeds=None if needed is None else max(needed - int(tests.num_seeds[number]), 1),
-                cost=costs.of(pair),
-            )
-        )
-    return verdicts
-
-
-def _word(num_seeds: int, is_decided: bool, difference: float, metric: Metric) -> str:
-    if num_seeds < 2:
-        return ONE_SEED if num_seeds else NOT_MEASURED
-    if not is_decided:
-        return INCONCLUSIVE
-    return BETTER if (difference > 0) == metric.higher_is_better else WORSE
+    table = pd.DataFrame(
+        {
+            **{name: [getattr(pair, name) for pair, _ in compared] for name in ("axis", "from_value", "to_value")},
+            "grid": [pair.source for pair, _ in compared],
+            "from_run": results.cells["run_name"].to_numpy()[a],
+            "to_run": results.cells["run_name"].to_numpy()[b],
+            "figure": [metric.column for _, metric in compared],
+            "name": [metric.name for _, metric in compared],
+            "better": [metric.better for _, metric in compared],
+            "seeds": [" ".join(np.array(results.seeds)[known]) for known in both],
+            "missing_seeds": [" ".join(np.array(results.seeds)[known]) for known in one],
+            "num_seeds": tests.num_seeds,
+            "before": pd.DataFrame(np.where(both, before, np.nan)).mean(axis=1),
+            "after": pd.DataFrame(np.where(both, after, np.nan)).mean(axis=1),
+            "difference": tests.mean,
+            "half_width": tests.half_width,
+            "low": tests.mean - tests.half_width,
+            "high": tests.mean + tests.half_width,
+            "p": tests.p,
+            "corrected_p": holm(tests.p),
+        }
+    )
+    is_decided = table["corrected_p"] <= LEVEL
+    is_better = (table["difference"] > 0) == (table["better"] == "higher")
+    table["verdict"] = np.select(
+        [tests.num_seeds < 1, tests.num_seeds < 2, ~is_decided, is_better],
+        [NOT_MEASURED, ONE_SEED, INCONCLUSIVE, BETTER],
+        WORSE,
+    )
+    table["num_comparisons"] = table["p"].notna().sum()
+    level = LEVEL / max(table["p"].notna().sum() - is_decided.sum(), 1)
+    needed = [
+        seeds_needed(mean, std, level=level) if word == INCONCLUSIVE else None
+        for mean, std, word in zip(tests.mean, tests.std, table["verdict"], strict=True)
+    ]
+    further = (pd.Series(needed, dtype="Int64") - tests.num_seeds).clip(lower=1)
+    others = [
+        tuple((axis, cell[axis]) for axis in results.varied if axis != pair.axis)
+        for (pair, _), (_, cell) in zip(compared, results.cells.iloc[a].iterrows(), strict=True)
+    ]
+    is_possible = table["figure"].str.startswith(_CAN_BE_NEGATIVE) | (
+        table["half_width"] <= table[["before", "after"]].min(axis=1)
+    )
+    return table.assign(
+        further_seeds=further,
+        others=others,
+        has_interval=table["half_width"].notna() & is_possible,
+        **_costs(results, a, b),
+    )
 
 
 def _by_seed(results: GridResults, column: str) -> np.ndarray:
@@ -326,26 +275,147 @@ def _by_seed(results: GridResults, column: str) -> np.ndarray:
     return table
 
 
-class _Costs:
-    """Cost ratios of pairs of cells, from the seeds that both have."""
+def _costs(results: GridResults, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
+    """Ratios, after / before, of FLOPs and time per image and of memory: geometric means over the seeds of both."""
+    import numpy as np
 
-    def __init__(self, results: GridResults) -> None:
-        rate = _by_seed(results, "images_per_second_mean")
-        per_device = _by_seed(results, "images_per_second_per_device_mean")
-        self._tables = {
-            "flops": _by_seed(results, "tflops_per_device_mean") / per_device,
-            "time": 1 / rate,
-            "memory": _by_seed(results, "peak_memory_gib"),
-        }
+    per_device = _by_seed(results, PER_DEVICE)
+    values = {
+        "flops": _by_seed(results, "tflops_per_device_mean") / per_device,
+        "time": 1 / _by_seed(results, THROUGHPUT.column),
+        "memory": _by_seed(results, MEMORY.column),
+    }
+    tests = {name: paired_tests(np.log(table[b] / table[a])) for name, table in values.items()}
+    time = tests["time"]
+    ends = {"time_low": time.mean - time.half_width, "time_high": time.mean + time.half_width}
+    logarithms = {f"{name}_ratio": test.mean for name, test in tests.items()} | ends
+    return {name: np.exp(value) for name, value in logarithms.items()}
 
-    def of(self, pair: Any) -> Cost:
-        import numpy as np
 
-        logarithms = {name: np.log(table[pair.b] / table[pair.a]) for name, table in self._tables.items()}
-        known = {name: values[~np.isnan(values)] for name, values in logarithms.items()}
-        ratios = {name: float(np.exp(values.mean())) if len(values) else None for name, values in known.items()}
-        interval = None
-        if len(known["time"]) > 1:
-            mean, _, half = spread_of(known["time"].tolist())
-            interval = math.exp(mean - half), math.exp(mean + half)
-        return Cost(**ratios, time_interval=interval)
+def verdicts_csv(verdicts: pd.DataFrame) -> bytes:
+    """verdicts.csv. Numbers that do not exist are empty."""
+    return csv_of(verdicts[_CSV_COLUMNS])
+
+
+def verdict_text(verdicts: pd.DataFrame) -> str:
+    """The verdicts for a terminal: a Markdown table, and a sentence that summarises it."""
+    table = verdict_table(verdicts)
+    lines = [columns(list(table), table.to_numpy().tolist()[:_MOST_ROWS])]
+    if len(table) > _MOST_ROWS:
+        lines.append(f"{len(table) - _MOST_ROWS:,} more are in verdicts.csv.")
+    return "\n".join([*lines, f"Verdicts: {summary(verdicts)} {guarantee(verdicts)}".rstrip()])
+
+
+def summary(verdicts: pd.DataFrame) -> str:
+    """`2 better, 1 worse, 9 inconclusive, of 12 comparisons.`"""
+    counts = verdicts["verdict"].value_counts()
+    if set(counts.index) <= {ONE_SEED, NOT_MEASURED}:
+        return (
+            "One seed: no verdict." if ONE_SEED in counts else "No figure was measured on both sides of a comparison."
+        )
+    words = (BETTER, WORSE, INCONCLUSIVE, ONE_SEED, NOT_MEASURED)
+    parts = [f"{counts.get(word, 0):,} {word}" for word in words if word in counts or word in words[:3]]
+    return f"{', '.join(parts)}, of {count(len(verdicts), 'comparison')}."
+
+
+def guarantee(verdicts: pd.DataFrame) -> str:
+    """What the correction of p promises, and how many comparisons lack seeds."""
+    tested = verdicts[verdicts["p"].notna()].drop_duplicates("grid")["num_comparisons"]
+    if tested.empty:
+        return ""
+    numbers = " and ".join(f"{number:,}" for number in tested.unique())
+    plural = "comparison" if set(tested) == {1} else "comparisons"
+    num_missing = int((verdicts["missing_seeds"] != "").sum())
+    warning = f"{count(num_missing, 'comparison')} without some seeds: a run of one side failed or is missing. "
+    return (
+        f"{warning if num_missing else ''}Corrected for {numbers} {plural} per grid: if no setting has an effect, the "
+        f"chance of any better or worse is at most {LEVEL:.0%}."
+    )
+
+
+def verdict_names(verdicts: pd.DataFrame) -> list[tuple[str, str]]:
+    """(change, other settings) of each verdict: those other settings that vary between the pairs of one change."""
+    alike: dict[tuple[tuple[str, ...], str], set[str]] = {}
+    keys = list(verdicts[_CHANGE].itertuples(index=False, name=None))
+    for key, others in zip(keys, verdicts["others"], strict=True):
+        for axis, value in others:
+            alike.setdefault((key, axis), set()).add(value)
+    has_several = verdicts["grid"].nunique() > 1
+    return [
+        (
+            (f"{key[0]}, " if has_several else "") + change_name(*key[1:]),
+            ", ".join(
+                f"{axis_name(axis)} {value_name(axis, value)}" for axis, value in others if len(alike[key, axis]) > 1
+            ),
+        )
+        for key, others in zip(keys, verdicts["others"], strict=True)
+    ]
+
+
+def verdict_table(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """The verdicts as texts; the column of other settings only if it has an entry."""
+    import pandas as pd
+
+    rows = [
+        (*name, *_cells_of(verdict))
+        for verdict, name in zip(verdicts.itertuples(), verdict_names(verdicts), strict=True)
+    ]
+    table = pd.DataFrame(rows, columns=_HEADERS)
+    return table if table["with"].any() else table.drop(columns="with")
+
+
+def _cells_of(verdict: Any) -> list[str]:
+    # A difference is shown with one digit more than its interval supports: most are small against the spread.
+    precision = verdict.half_width / 10 if verdict.has_interval and verdict.half_width else None
+    num_missing = len(verdict.missing_seeds.split())
+    measured = ["", "", ""]
+    if verdict.num_seeds:
+        difference = significant(verdict.difference, 3) if precision is None else rounded(verdict.difference, precision)
+        measured = [rounded(verdict.before, precision), rounded(verdict.after, precision)]
+        measured.append(f"+{difference}" if verdict.difference > 0 else difference)
+    return [
+        verdict.name,
+        f"{verdict.num_seeds} of {verdict.num_seeds + num_missing}" if num_missing else str(verdict.num_seeds),
+        *measured,
+        _interval(verdict),
+        significant(verdict.corrected_p, 2) if verdict.p == verdict.p else "",
+        verdict.verdict,
+        _further(verdict),
+        _ratio(verdict.flops_ratio),
+        _time(verdict),
+        _ratio(verdict.memory_ratio),
+    ]
+
+
+def _interval(verdict: Any) -> str:
+    if verdict.num_seeds < 2:
+        return ""
+    if not verdict.half_width:
+        return "no spread"
+    if not verdict.has_interval:
+        return TOO_FEW_RUNS
+    return " to ".join(rounded(end, verdict.half_width / 10) for end in (verdict.low, verdict.high))
+
+
+def _further(verdict: Any) -> str:
+    import pandas as pd
+
+    if verdict.verdict != INCONCLUSIVE:
+        return ""
+    if not pd.isna(verdict.further_seeds):
+        return f"{verdict.further_seeds:,}"
+    return f"over {MOST_SEEDS:,}" if verdict.half_width else "no spread"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value == value else ""
+
+
+def _time(verdict: Any) -> str:
+    """`1.05 (95%: 0.98 to 1.12)`: the ratio with its interval, because other work on the machine changes it."""
+    low, high = verdict.time_low, verdict.time_high
+    if low != low:
+        return _ratio(verdict.time_ratio)
+    return (
+        f"{verdict.time_ratio:.2f} ({f'95%: {low:.2f} to {high:.2f}' if high <= _WIDEST_RATIO * low else TOO_FEW_RUNS})"
+    )
