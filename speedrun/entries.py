@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is 
 from torchditan import registry
 from torchditan.ablation.grid import as_flags
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
-from torchditan.config.loader import options, read_toml
+from torchditan.config.loader import read_toml
+from torchditan.config.schema import options
 
 FOLDER = Path(__file__).resolve().parent
 ENTRIES = FOLDER / "entries"
