@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Options (options.py), their rules (rules.py), TOML files and flags (loader.py), legacy keys, the trajectory.
+"""Options and what they declare (options.py), rules over several of them (rules.py), TOML files and flags (loader.py).
 
 May import: registry.
 """

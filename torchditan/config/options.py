@@ -586,7 +586,8 @@ class EMA:
     warmup: Annotated[bool, Needs("ema.width = none"), Idle(unless="ema.enable")] = True
     """Average over fewer steps at the start: decay min(decay, (1 + step) / (10 + step))."""
     width: Annotated[float | None, Above(0), Below(0.2887), Idle(unless="ema.enable")] = None
-    """In place of decay and warmup: the average's width relative to the steps so far, such as 0.05 (sigma_rel)."""
+    """In place of decay and warmup: the average's width relative to the steps so far, such as 0.05 (sigma_rel).
+    A uniform average has 0.2887."""
 
 
 @dataclass(frozen=True)
