@@ -441,7 +441,7 @@ SENSELESS = ["invalid metadata", "export it again"]
         (lambda m: {**m, "config": '{"model": 1}'}, SENSELESS),
         (
             lambda m: change(m, checkpoint={"folder": "../../x"}),
-            ['checkpoint.folder = "../../x"', "folder name inside the run directory"],
+            ['checkpoint.folder = "../../x"', "inside the run directory"],
         ),
         (lambda m: change(m, model={"flavour": "x"}), ["model.flavour", "model.flavor?"]),
         (lambda m: change(m, model={"patch_size": 0}), ["model.patch_size = 0", "at least 1"]),
