@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from torchditan.config.declarations import (
@@ -57,7 +57,12 @@ EVERY_NTH = Rule(
 )
 NOT_EMPTY = Rule("not empty", lambda text: bool(text.strip()))
 ASCENDING = Rule("ascending", lambda values: values == sorted(values))
-INNER_FOLDER = Rule("a folder inside the run directory, without `..`", is_inner_folder)
+_RUN_FILES = {"config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb", "flight_recorder"}
+_RUN_FILES |= {"dataset_files.json.gz", "unreadable_images.txt"}
+INNER_FOLDER = Rule(
+    "a folder inside the run directory, without `..`, and no file of the run",
+    lambda name: is_inner_folder(name) and PurePath(name).parts[0] not in _RUN_FILES,
+)
 PLAIN_NAME = Rule("a folder name without slashes, of at most 200 bytes", is_plain_name)
 
 PUBLISHED = Needs("a published model", lambda config: config.model.name in FAMILIES)

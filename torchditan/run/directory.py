@@ -44,40 +44,14 @@ DATASET_FILES = "dataset_files.json.gz"
 """Path -> size in bytes of the image files that a run was started with, for messages."""
 UNREADABLE_FILE = "unreadable_images.txt"
 """Names of the images that a run left out when it drew them, with the reasons."""
-_OWN_NAMES = (
-    "config.json",
-    "metrics.jsonl",
-    "status.json",
-    ".lock",
-    "samples",
-    "wandb",
-    "flight_recorder",
-    DATASET_FILES,
-    UNREADABLE_FILE,
-)
 _LEASE_S = 120.0
 """A file server may hold the lock of a lost machine for 90 s."""
-
-_FOLDER_OPTIONS = (
-    ("checkpoint", "folder"),
-    ("metrics", "save_tb_folder"),
-    ("profiling", "save_traces_folder"),
-    ("profiling", "save_memory_snapshot_folder"),
-)
 
 
 def run_path(config: Config) -> Path:
     """Folder of a run."""
     assert config.metrics.experiment_name is not None
     return Path(config.job.dump_folder) / config.metrics.experiment_name
-
-
-def check_folders(config: dict[str, Any]) -> None:
-    """Check that no folder option of the resolved `config` is a file of the run; else ConfigError."""
-    for section, key in _FOLDER_OPTIONS:
-        value = config.get(section, {}).get(key)
-        if value is not None and Path(value).parts[0] in _OWN_NAMES:
-            raise option_error(f"{section}.{key}", value, "is a reserved file name of runs; choose another")
 
 
 class RunDirectory:
@@ -137,7 +111,6 @@ class RunDirectory:
             ConfigError: the folder contains a run with another trajectory, or one that is still running. The folder
                 is unchanged.
         """
-        check_folders(config)
         if not self.is_writer:
             return
         self._refuse_other_trajectory(trajectory)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchditan.checkpoint.files import CheckpointReader, DamagedCheckpointError, list_checkpoints
 from torchditan.checkpoint.loading import cannot_be_read, find_checkpoint, load_safely, read_progress
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.config.loader import from_dict, override, to_dict
+from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
 from torchditan.evaluation.card import OF_NO_RUN
@@ -37,7 +37,6 @@ from torchditan.models.initialization import fill
 from torchditan.models.saved_weights import checkpoint_keys, required_names, saved_weights
 from torchditan.registry import FORMATS
 from torchditan.run.atomic_files import sha256_of
-from torchditan.run.directory import check_folders
 from torchditan.run.reading import read_config
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
 from torchditan.weights.shared import check_address, is_shared, open_shared
@@ -119,7 +118,6 @@ class Weights:
             return from_dict(self.config)
         try:
             config = override(from_dict(self.config), [], sections=())
-            check_folders(to_dict(config))
         except ConfigError as error:
             raise ConfigError(f"{self.path} has a configuration that is not valid here: {error}") from None
         sizes = (config.dataset.image_size, config.model.sample_size)
