@@ -41,7 +41,7 @@ DATASETS = Registry(
     },
 )
 """`dataset.dataset_name`: functions `build` as above."""
-INDEXED = (*("captions", "digits", "dummy", "earth", "folder", "imagenet", "latents", "scenes", "webdataset"),)
+INDEXED = ("captions", "digits", "dummy", "earth", "folder", "imagenet", "latents", "scenes", "webdataset")
 """Datasets of this package that never stream: refused before their data is opened."""
 
 

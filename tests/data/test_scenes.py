@@ -191,7 +191,6 @@ def test_the_stream_shuffles_without_a_list_of_all_samples() -> None:
         ({"image_size": [48]}, "dataset.image_size = [48]: must be 32 or 64"),
         ({"root_dir": "x"}, 'dataset.root_dir = "x": scenes does not read it'),
         ({"num_classes": 3}, "dataset.num_classes = 3: scenes has no labels"),
-        ({"trigger_word": "sks"}, 'dataset.trigger_word = "sks": scenes does not read it'),
     ],
 )
 def test_what_scenes_cannot_be_is_refused(options: dict[str, object], message: str) -> None:

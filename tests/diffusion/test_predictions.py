@@ -223,7 +223,7 @@ def test_validation_has_no_weights(name: str) -> None:
         (
             "--diffusion.loss_weighting=min_snr --diffusion.min_snr_gamma=0",
             "diffusion.min_snr_gamma = 0.0",
-            ["greater"],
+            ["above 0"],
         ),
         ("--diffusion.timestep_shift_base=4096 --diffusion.objective=ddpm", "diffusion.timestep_shift_base", ["ddpm"]),
     ],

@@ -457,13 +457,13 @@ sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 from torchditan.commands import train
 from torchditan.supervision.exit_status import run_job
-from torchditan.weights import exported
+from torchditan.weights import exporting
 
 def fail(path, entries, metadata):
     entries[0].read()
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-exported.write_weights = fail
+exporting.write_weights = fail
 sys.exit(run_job(train.main))
 """
 

@@ -292,7 +292,7 @@ BAD = [
     ({"text_encoder.path": "{sd3}"}, "encoders do not match flux"),
     ({"lora.rank": 4, "lora.target_modules": "to_qq"}, "their names end in"),
     ({"lora.rank": 4, "lora.assistant_path": "nothing.safetensors"}, "lora.assistant_path"),
-    ({"quantize.base": "int8"}, "set lora.rank"),
+    ({"quantize.base": "int8"}, "needs lora.rank"),
     ({"lora.rank": 4, "float8.enable_float8_linear": "true"}, "float8.enable_float8_linear"),
     ({"dataset.dataset_name": "digits", "dataset.root_dir": "none", "dataset.image_size": "none"}, "input_channels"),
     ({"model.overrides": "num_layers=4"}, "is another model"),

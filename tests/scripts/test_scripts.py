@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -186,13 +185,6 @@ def test_a_run_without_a_checkpoint_says_how_to_get_one(outputs: Path, tmp_path:
     assert_refused(line, f"{tmp_path}/checkpoint", ["checkpoint.save_final = false", "--checkpoint.enable_checkpoint"])
 
 
-def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
-    content = json.loads((outputs / RUN / "config.json").read_text())
-    content["config"]["ema"]["enable"] = False
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    assert_refused(refused("generate", str(tmp_path), "--weights=ema"), '--weights = "ema"', ["raw"])
-
-
 TAKES_A_RUN = [
     ("torchditan", "generate", "{run}"),
     ("torchditan", "evaluate", "{run}"),
@@ -217,13 +209,6 @@ def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
         code, out, err = run_script(script, *arguments)
         assert (code, out) == (2, "")
         assert_refused(err, str(path), [mention])
-
-
-def test_a_checkpoint_where_a_run_is_expected_names_its_run(outputs: Path, run_script: RunScript) -> None:
-    checkpoint = next((outputs / RUN / "checkpoint").iterdir())
-    code, _, err = run_script("torchditan", "generate", checkpoint)
-    assert code == 2
-    assert f"must be its run directory: {outputs / RUN} --step {int(checkpoint.name[5:])}" in err
 
 
 def test_files_of_another_kind_are_named(run_script: RunScript, tmp_path: Path) -> None:

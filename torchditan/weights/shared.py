@@ -18,7 +18,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.hub import download_folder, is_on_hub, split_place
-from torchditan.run.reading import similar_folder
+from torchditan.run.reading import check_folder, similar_folder
 
 LIBRARY = "torchditan"
 FORMAT_VERSION = 1
@@ -67,6 +67,8 @@ def check_address(place: str | os.PathLike[str]) -> None:
         ConfigError: there is no such path, and it is no shared model.
     """
     path = Path(place)
+    if path.name == CONFIG_FILE:
+        check_folder(path, mark=CONFIG_FILE, what="a run directory")  # names the folder
     if not path.exists() and not is_shared(place):
         shipped = f", or one of the shipped models {', '.join(shipped_models())}" if shipped_models() else ""
         right = (
