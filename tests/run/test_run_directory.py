@@ -249,11 +249,6 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_folder_option_must_not_take_a_name_of_the_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.folder = \"samples\""):
-        RunDirectory(tmp_path / "x", is_writer=True).open({"checkpoint": {"folder": "samples"}}, trajectory=TRAJECTORY)
-
-
 def test_a_run_begun_anew_keeps_what_the_earlier_attempt_measured(run):
     for attempt in (1, 2, 3):
         run.truncate_metrics(0)

@@ -143,6 +143,7 @@ def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
             ["1", "op"],
         ),
         ("--checkpoint.folder=../elsewhere", 'checkpoint.folder = "../elsewhere"', ["`..`"]),
+        ("--checkpoint.folder=samples", 'checkpoint.folder = "samples"', ["no file of the run"]),
         ("--metrics.experiment_name=a/b", 'metrics.experiment_name = "a/b"', ["200"]),
     ],
 )
