@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.datasets.images import Crop, corrupt_image, load_sample
@@ -241,7 +241,7 @@ def _on_hub(hub_name: str, function: str, **options: Any) -> Any:
     try:
         return getattr(datasets, function)(hub_name, **options)
     except ValueError as error:
-        raise option_error("dataset.hub_name", hub_name, _first_line(error)) from error
+        raise option_error("dataset.hub_name", hub_name, first_line(error)) from error
     except datasets.exceptions.DatasetNotFoundError as error:
         if "gated" in str(error):
             right = "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
@@ -250,10 +250,10 @@ def _on_hub(hub_name: str, function: str, **options: Any) -> Any:
         raise option_error("dataset.hub_name", hub_name, right) from error
     except (datasets.exceptions.DatasetsError, FileNotFoundError, RuntimeError) as error:
         # A RuntimeError means that the dataset is a script, which is refused.
-        raise option_error("dataset.hub_name", hub_name, f"cannot be read: {_first_line(error)}") from error
+        raise option_error("dataset.hub_name", hub_name, f"cannot be read: {first_line(error)}") from error
     except OSError as error:  # including ConnectionError
         right = (
-            f"the Hugging Face hub cannot be reached ({_first_line(error)}); go online, or use local files "
+            f"the Hugging Face hub cannot be reached ({first_line(error)}); go online, or use local files "
             "with --dataset.root_dir"
         )
         raise option_error("dataset.hub_name", hub_name, right) from error

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, first_line
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets.images import Encoded
@@ -44,4 +44,4 @@ def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # PyAV raises anything for a damaged file, as Pillow does
-        raise corrupt_video(where, (str(error).strip() or type(error).__name__).splitlines()[0]) from error
+        raise corrupt_video(where, first_line(error)) from error

@@ -74,8 +74,8 @@ def closing(job: Job, tasks: PeriodicTasks, *, weights: Path | None) -> list[str
         by_t = f"; by t, noise to data: {' '.join(bins)}" if losses.keys() & set(BIN_KEYS) else ""
         messages.append(f"validation loss {losses['validation_loss']:.4f}{by_t}")
     if tasks.last_grid is not None:
-        beside = "" if tasks.grids.shows_prompts else ", generated and real"
-        messages.append(f"samples{beside}: {tasks.last_grid}")
+        contents = "" if tasks.grids.shows_prompts else ", generated and real"
+        messages.append(f"samples{contents}: {tasks.last_grid}")
     messages.append(f"done; all files of this run are in {job.run_directory.path}")
     if weights is None:
         return [*messages, f"no weights were kept: {_NOT_SAVED}"]

@@ -23,7 +23,7 @@ from torchditan.checkpoint.files import (
     list_checkpoints,
     step_of,
 )
-from torchditan.config.errors import ConfigError, option_error, printable
+from torchditan.config.errors import ConfigError, first_line, option_error, printable
 from torchditan.run.training_progress import Progress
 
 PROGRESS_FILE = "progress.json"
@@ -152,8 +152,7 @@ def load_safely(state: dict[str, Any], reader: CheckpointReader, **options: Any)
         failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
         cause = next(iter(failures))[0]
         kind = "" if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: "
-        first_line = str(cause).strip().split("\n")[0]
-        raise DamagedCheckpointError(f"{kind}{first_line}") from None
+        raise DamagedCheckpointError(f"{kind}{first_line(cause)}") from None
 
 
 def detached(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -45,7 +45,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 MARKERS = ("o", "s", "D", "^", "P", "X", "v", "*")
 DASHES = ("-", "--", "-.", ":")
 _LEGEND_DASHES = ("", "8 4", "2 3", "8 3 2 3")
-GREY, DOTTED = "#555555", (0, (1, 2))
+DOTTED = (0, (1, 2))
 PAGE_WIDTH = 12.2
 """Inches. Wider figures would be shrunk by the page, and their text with them."""
 _SMALL_WIDTH = 4.7

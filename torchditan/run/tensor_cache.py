@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, first_line
 from torchditan.run.atomic_files import sha256_of, write_file
 
 _SUFFIX = ".safetensors"
@@ -91,9 +91,8 @@ class TensorCache:
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            reason = str(error).strip().split("\n")[0]
             raise ConfigError(
-                f"{path} of the cache is damaged ({reason}); remove it; its entries are encoded again"
+                f"{path} of the cache is damaged ({first_line(error)}); remove it; its entries are encoded again"
             ) from None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchditan.autoencoders import Autoencoder, open_autoencoder
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.options import Config
 from torchditan.distributed.process_group import Rank
 from torchditan.finetune.captions.tokens import Tokenizer, tokenizer_of_transformers
@@ -170,8 +170,8 @@ class PipelineEncoders(TextEncoder):
         try:
             pipeline = pipeline_class.from_pretrained(self.folder, torch_dtype=dtype, **left_out)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise option_error("text_encoder.path", str(self.folder), f"cannot be opened: {reason}") from error
+            right = f"cannot be opened: {first_line(error)}"
+            raise option_error("text_encoder.path", str(self.folder), right) from error
         pipeline.set_progress_bar_config(disable=True)
         return pipeline.to(device)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchditan.config.errors import option_error
+from torchditan.config.errors import first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.config.options import Config
 from torchditan.finetune.captions.encode import TextEncoder, check_own_model, silence_libraries
@@ -129,8 +129,8 @@ class SingleEncoder(TextEncoder):
         try:
             yield
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise option_error("text_encoder.path", str(self.folder), f"cannot be opened: {reason}") from error
+            right = f"cannot be opened: {first_line(error)}"
+            raise option_error("text_encoder.path", str(self.folder), right) from error
 
     def _open(self) -> tuple[Any, Any]:
         """The tokenizer and the model.

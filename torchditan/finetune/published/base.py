@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, first_line
 from torchditan.config.optional_libraries import import_optional
 from torchditan.config.options import Config
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform
@@ -217,9 +217,8 @@ def build_transformer(model_class: str, config: Mapping[str, Any]) -> nn.Module:
         with torch.device("cpu"), parameters_on_meta():
             return getattr(diffusers, model_class)(**config)
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AssertionError, ZeroDivisionError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         reader = f"{model_class} of diffusers {diffusers.__version__}"
-        raise ConfigError(f"model.overrides: {reader} does not accept these sizes: {reason}") from error
+        raise ConfigError(f"model.overrides: {reader} does not accept these sizes: {first_line(error)}") from error
 
 
 def sizes_of_class(model_class: str) -> set[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.finetune.published.base import require
 from torchditan.run.hub import fetch, is_hub_name
 
@@ -68,8 +68,7 @@ class PublishedWeights:
         return shapes
 
     def _unreadable(self, error: Exception) -> ConfigError:
-        reason = str(error).strip().split("\n")[0]
-        return option_error("model.path", str(self.path), f"cannot be read: {reason}")
+        return option_error("model.path", str(self.path), f"cannot be read: {first_line(error)}")
 
     def tensors(self, *, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in diffusers, full tensor on the CPU in its stored dtype), one at a time.
