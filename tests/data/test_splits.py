@@ -53,7 +53,7 @@ def greys(dataset: Any) -> list[int]:
         ("train", ["train", "Training", "TRAIN", "train2017", "training_set", "train_images"]),
         ("validation", ["val", "valid", "Validation", "dev", "EVAL", "val2017", "validation_set"]),
         ("test", ["test", "Testing", "test_set", "test-2"]),
-        (None, ["trains", "test tube", "evaluate", "devices", "valley", "data"]),
+        (None, ["trains", "test tube", "evaluate", "my_train", "devices", "valley", "data"]),
     ],
 )
 def test_folders_named_after_splits(part: str | None, names: list[str]) -> None:
@@ -83,6 +83,13 @@ SPLIT_FOLDERS: list[tuple[str, str, str, str]] = [
     ("cat/0 dog/0 test/cat/0", "cat/0 dog/0", "", "cat dog"),
     ("cat/0 dog/0 test/0", "cat/0 dog/0", "", "cat dog"),
     ("Anna/0 Dev/0 Maria/0", "Anna/0 Dev/0 Maria/0", "", "Anna Dev Maria"),
+    ("seg_train/seg_train/cat/0 seg_train/seg_train/dog/0 seg_test/seg_test/cat/0 seg_pred/0",
+     "seg_train/seg_train/cat/0 seg_train/seg_train/dog/0", "", "cat dog"),
+    ("training_set/training_set/cat/0 training_set/training_set/dog/0 validation_set/validation_set/cat/0",
+     "training_set/training_set/cat/0 training_set/training_set/dog/0", "validation_set/validation_set/cat/0",
+     "cat dog"),
+    ("train/cat/0 train/test/0 test/cat/0 test/test/0", "train/cat/0 train/test/0", "", "cat test"),
+    ("bullet_train/0 plane/0", "bullet_train/0 plane/0", "", "bullet_train plane"),
     ("plane/0 train/0", "plane/0 train/0", "", "plane train"),
     ("train/cat/0 val/cat/0 scripts/x/0 __MACOSX/train/cat/0 train/@eaDir/0 train/cat/._0", "train/cat/0", "val/cat/0",
      "cat"),
