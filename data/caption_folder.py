@@ -38,11 +38,10 @@ from torchditan.datasets.caption_entries import (
 )
 from torchditan.datasets.images import IMAGE_SUFFIXES
 from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
-from torchditan.datasets.tars import MOST_TEXT, json_object
+from torchditan.datasets.tars import CAPTION_SUFFIXES, MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-CAPTION_SUFFIXES = (".txt", ".caption")
 _HOLD_CAPTIONS = frozenset([*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".parquet"])
 _MAY_HOLD_CAPTIONS = frozenset([".json", ".jsonl", ".csv", ".tsv", ".cap", ".captions", ".tags", ".xlsx", ".parquet"])
 
@@ -196,10 +195,10 @@ def _read_metadata(
         name, content = known[wanted]
         if name in entries:
             raise refusal(f"{where}: {relative} is listed twice; use repeats to show it more often")
-        repeats = row.get("repeats", 1)
-        if type(repeats) is not int or repeats < 1:
+        repeats = str(row.get("repeats", 1))  # the values of a CSV are texts
+        if not repeats.isdecimal() or int(repeats) < 1:
             raise refusal(f"{where}: repeats must be an integer of at least 1")
-        entries[name] = Entry(name, captions.first, content, repeats, captions.others, captions.weights)
+        entries[name] = Entry(name, captions.first, content, int(repeats), captions.others, captions.weights)
     return entries
 
 

@@ -249,13 +249,15 @@ PLAIN = pictures("0.png", "1.png")
         {**PLAIN, "0.json": '{"text": "grey, 0"}', "1.json": '\ufeff{"text": "grey, 1", "width": 4}'},
         {**PLAIN, "metadata.csv": CSV},
         {**PLAIN, "metadata.csv": "\ufeff" + CSV},
+        {**PLAIN, "metadata.csv": 'file_name,text,repeats\n0.png,"grey, 0",1\n1.png,"grey, 1",1\n'},
+        {"0.tar": tar({**PLAIN, "0.caption": "grey, 0", "1.json": '{"text": "grey, 1"}'})},
         {f"train/{name}": content for name, content in {**PLAIN, "metadata.jsonl": LINES}.items()},
         {
             **pictures("deep/0.png", "deep/1.png"),
             "metadata.csv": CSV.replace("\n0", "\ndeep\\0").replace("\n1", "\ndeep/1"),
         },
     ],
-    ids=["caption", "json", "csv", "csv_bom", "below", "backslash"],
+    ids=["caption", "json", "csv", "csv_bom", "csv_repeats", "tar", "below", "backslash"],
 )
 def test_captions_of_other_tools(files: Files, tmp_path: Path) -> None:
     dataset = opened(write(tmp_path, files), "captions", trigger_word="sks")
@@ -300,6 +302,16 @@ def test_files_that_may_hold_captions_are_named_where_captions_are_missing(name:
     dataset = opened(tmp_path, "captions", trigger_word="sks")
     assert dataset.captions == ["sks", "sks, a"]
     assert any("1 of 2 images" in line and "sks" in line for line in dataset.reading)
+
+
+def test_members_of_tars_that_may_hold_captions_are_named_where_captions_are_missing(tmp_path: Path) -> None:
+    write(tmp_path, {"a.tar": tar({**PLAIN, "1.txt": "a", "0.json": '{"prompt": "b"}'}), "notes.md": ""})
+    with refused(f'dataset.root_dir = "{tmp_path}"', "0.json"):
+        opened(tmp_path, "captions", trigger_word="sks")
+    write(tmp_path, {"a.tar": tar({**PLAIN, "1.txt": "a"})})
+    dataset = opened(tmp_path, "captions", trigger_word="sks")
+    assert dataset.captions == ["sks", "sks, a"]
+    assert [line for line in dataset.reading if "not read" in line] == ["not read: 1 .md"]
 
 
 def test_a_held_out_image_without_a_caption_is_refused(tmp_path: Path) -> None:
