@@ -36,7 +36,7 @@ from torchditan.datasets.caption_entries import (
     kind_word,
     pair,
 )
-from torchditan.datasets.images import IMAGE_SUFFIXES
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES
 from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
 from torchditan.datasets.tars import CAPTION_SUFFIXES, MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES
@@ -80,10 +80,11 @@ def read_folder(
         read |= sidecars
     else:
         captions = {stem: Captions(_words(stem, refusal=refusal)) for stem, _, _ in own}
+    others = [_join(parts, name) for parts in free for name in names[parts]]
     inside = {name: division.place(parts)[1] for parts in free for _, name, _ in pictures[parts]}
     entries = [
         dataclasses.replace(entry, repeats=_repeats(inside[entry.name], refusal=refusal))
-        for entry in pair(own, captions, is_video=is_video, refusal=refusal)
+        for entry in pair(own, captions, is_video=is_video, refusal=refusal, others=others)
     ]
     entries += [listed[name] for parts in chosen for _, name, _ in pictures[parts] if name in listed]
     for entry in entries:
@@ -207,6 +208,8 @@ def _why_unknown(path: Path, name: str, *, is_video: bool) -> str:
         return f"the folder {name} holds no frames"
     if not os.path.isfile(path):
         return f"{shorten(name, most=200)} does not exist"
+    if (suffix := suffix_of(name)) in HOW_TO_READ:
+        return f"{name} cannot be read; {HOW_TO_READ[suffix]}"
     return (
         f"{name} is not {'a video' if is_video else 'an image'}{'' if is_video else '; videos need dataset.num_frames'}"
     )

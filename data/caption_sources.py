@@ -37,7 +37,7 @@ from torchditan.datasets.caption_entries import (
 )
 from torchditan.datasets.caption_folder import METADATA_FILES, read_folder
 from torchditan.datasets.hub import find_splits, load_rows
-from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, describe_files
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Encoded, describe_files
 from torchditan.datasets.options import is_tar_address
 from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of_file, suffix_of, walk
 from torchditan.datasets.tars import (
@@ -114,7 +114,7 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
     pictures: list[tuple[str, str, Encoded | Frames]] = []
     captions: dict[str, Captions] = {}
     others: list[str] = []
-    """Members without a caption for their key that are no pictures: they may hold captions in another form."""
+    """Members that are not read: images that this machine cannot read, and what may be captions in another form."""
     skipped: list[str] = []
     shards = find_shards(root, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
     is_divided = bool(shards.places["validation"])
@@ -128,7 +128,8 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
                 pictures += _pictures_of(shard, suffix, members)
             else:
                 stems = (f"{shard.place.name}/{shard.keys[key]}" for key in members.keys)
-                others += [f"{stem}{suffix}" for stem in stems if stem not in found]
+                is_image = kind_of(suffix) in HOW_TO_READ
+                others += [f"{stem}{suffix}" for stem in stems if is_image or stem not in found]
     if skipped and config.corrupt_images == "error":
         right = "; repair or remove such shards, or read what they have with --dataset.corrupt_images skip"
         raise refusal(f"{some(skipped)}{right}")
@@ -141,7 +142,8 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
             pictures = [picture for picture in pictures if picture[0] in captions]
     names = {part: [place.name for place in places] for part, places in shards.places.items()}
     reading = describe_parts(names, what="tar shard") + ([f"left out: {some(skipped)}"] if skipped else [])
-    return Source(pair(pictures, captions, is_video=is_video, refusal=refusal), is_divided, reading, others)
+    entries = pair(pictures, captions, is_video=is_video, refusal=refusal, others=others)
+    return Source(entries, is_divided, reading, others)
 
 
 def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[str, str, TarMember]]:

@@ -17,6 +17,7 @@ from refusals import refused
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
+from torchditan.datasets.images import HOW_TO_READ
 from torchditan.datasets.splits import part_of, part_of_file
 
 
@@ -320,6 +321,19 @@ def test_a_held_out_image_without_a_caption_is_refused(tmp_path: Path) -> None:
     (tmp_path / held_out.name_of(0)).with_suffix(".txt").unlink()
     with refused(f'dataset.root_dir = "{tmp_path}"', held_out.name_of(0)):
         opened(tmp_path, "captions")
+
+
+def test_images_that_need_another_library_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HOW_TO_READ, ".xyz", "pip install xyz")
+    files = {**pictures("0.png", "1.png", captions=True), "1.xyz": "", "2.xyz": "", "2.txt": "a", "2.cls": "0"}
+    write(tmp_path / "a", {name: content for name, content in files.items() if name != "2.cls"})
+    write(tmp_path / "b", {"0.tar": tar(files)})
+    for folder in "ab":
+        dataset = opened(tmp_path / folder, "captions")
+        assert dataset.captions == ["grey 0", "grey 1"]
+        assert any("2 .xyz (pip install xyz)" in line for line in dataset.reading)
+    damages = [opened(tmp_path / "b", "webdataset", split).samples.damages for split in ("train", "validation")]
+    assert "pip install xyz" in [reason for found in damages for reason in found.values()]
 
 
 def test_two_captions_of_one_image_that_differ_are_refused(tmp_path: Path) -> None:
