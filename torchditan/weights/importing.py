@@ -75,7 +75,7 @@ def create_run(
     with torch.device("meta"):
         model = stored_spec(config).build()
     weights.check(model)
-    with new_folder(run, replace=True) as partial:
+    with new_folder(run, replace=lambda run: True) as partial:
         _write_run(partial, weights, config, origin)
         for name, text in files.items():
             write_file(partial / name, text.encode())

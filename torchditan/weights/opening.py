@@ -39,7 +39,7 @@ from torchditan.registry import FORMATS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
-from torchditan.weights.shared import check_address, is_shared, open_shared
+from torchditan.weights.shared import check_address, find_shared, is_shared
 
 Kind = Literal["ema", "raw"]
 
@@ -210,7 +210,7 @@ def open_weights(place: str | os.PathLike[str], *, step: int | None = None, kind
     if kind not in (None, "ema", "raw"):
         raise option_error("--weights", kind, "must be ema or raw")
     if is_shared(path):
-        shared = open_shared(path)
+        shared = find_shared(path)
         weights = replace(open_weights_file(shared.weights), name=shared.name, digest=shared.digest)
     elif path.is_file():
         weights = open_weights_file(path)
