@@ -49,8 +49,6 @@ from torchditan.finetune.published import build_published_spec
 from torchditan.report.report import write_report
 from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.exporting import save_weights
-from torchditan.weights.formats import Given
-from torchditan.weights.imported_format import import_format
 from torchditan.weights.importing import import_weights
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.model_card import Statements
@@ -115,7 +113,7 @@ def _make_pt(folder: Path) -> None:
 
 
 def _open_pt() -> None:
-    import_format(Path("weights.pt"), Path("imported"), format="dit", given=Given(num_heads=2))
+    import_weights(Path("weights.pt"), Path("imported"), format="dit", given={"num_heads": 2})
 
 
 def _make_shared(folder: Path) -> None:

@@ -223,7 +223,7 @@ FORMATS = Registry(
         "diffusers": "torchditan.weights.formats.diffusers_dit:convert",
     },
 )
-"""`--format` of an import: functions that follow `torchditan.weights.formats.Convert` (docs/checkpoints.md)."""
+"""`--format` of an import: functions `convert(source: Weights, **given) -> Weights` (docs/checkpoints.md)."""
 
 
 def registered(registry: Registry, text: str) -> Any:

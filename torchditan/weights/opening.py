@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -79,11 +79,28 @@ class Weights:
     run: Path | None = None
     """The run directory that contains them."""
     content: dict[str, Any] = field(default_factory=dict)
-    """config.json of `run`."""
+    """config.json of `run`, or of a folder of diffusers."""
     name: str = ""
     """Of the file, the folder, the repository or the shipped model."""
     digest: str | None = None
     """SHA-256 of the file, if it was checked."""
+    notes: tuple[str, ...] = ()
+    """What an import from another project converted, one phrase each."""
+
+    @classmethod
+    def of(cls, path: Path, tensors: Mapping[str, Tensor], **fields: Any) -> Weights:
+        """Tensors in memory, or memory-mapped."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return cls(path, shapes, tensors.__getitem__, **fields)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {name: self.tensor(name) for name in self.shapes}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor], **changed: Any) -> Weights:
+        """With these tensors, and other fields, in place of its own."""
+        of = Weights.of(self.path, tensors)
+        return replace(self, shapes=of.shapes, tensor=of.tensor, **changed)
 
     @property
     def num_values(self) -> int:

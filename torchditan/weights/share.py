@@ -26,7 +26,7 @@ from torchditan.latents.shared import has_latents, link_latents
 from torchditan.run.atomic_files import new_folder, sha256_of, write_file
 from torchditan.run.directory import to_json
 from torchditan.weights.diffusers_export import export_to_diffusers
-from torchditan.weights.exporting import save_weights
+from torchditan.weights.exporting import write_model_file
 from torchditan.weights.model_card import Statements, latents_card, model_card
 from torchditan.weights.opening import Kind, Weights, open_model
 from torchditan.weights.shared import CONFIG_FILE, LIBRARY, WEIGHTS_FILE, is_shared
@@ -57,7 +57,7 @@ def share(
     Args:
         source: a folder of latents, or an address of `open_weights`.
         folder: the folder to create.
-        step, kind, dtype: which weights, and their precision; see `open_weights` and `save_weights`.
+        step, kind, dtype: which weights, and their precision; see `open_weights` and `write_model_file`.
         statements: what only the user knows, such as the licence.
         with_samples: draw a picture of samples.
         overwrite: replace `folder` if it was shared, too.
@@ -100,7 +100,7 @@ def _write_model(
     """
     assert weights.config is not None
     config = shared_config(weights.config)
-    save_weights(folder / WEIGHTS_FILE, replace(weights, config=config), dtype=dtype)
+    write_model_file(folder / WEIGHTS_FILE, replace(weights, config=config), dtype=dtype)
     hardware = weights.content.get("hardware") or {}
     description = {
         "library_name": LIBRARY,

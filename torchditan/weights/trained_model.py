@@ -117,7 +117,7 @@ class TrainedModel:
         """
         device = _device(device)
         opened = open_weights(place, step=step, kind=weights)
-        config = _with_flags(opened.checked_config(), flags)
+        config = with_flags(opened.checked_config(), flags)
         spec = stored_spec(config)
         assert opened.step is not None and opened.images_seen is not None and opened.kind is not None
         assert config.dataset.num_classes is not None
@@ -421,7 +421,7 @@ def _folder_of_no_run(name: str) -> Path:
     return folder.with_name(f"{name}-weights") if (folder / "config.json").exists() else folder
 
 
-def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
+def with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
     """The configuration of a run with these options. The autoencoder of a published pipeline moves with its model."""
     config = override(stored, flags, sections=_REPLACEABLE)
     if config.autoencoder.name is None and config.autoencoder.path is not None:
