@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import pkgutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,12 +28,10 @@ from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.metric import ToPixels
 from torchditan.evaluation.reconstruction import to_8_bit
 from torchditan.evaluation.sampler import Sampler, SampleRows
-from torchditan.finetune.captions.dataset import encode_prompts
-from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import StoredLatents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
-from torchditan.registry import FAMILIES
+from torchditan.models import ModelSpec, model_spec_of
+from torchditan.registry import ENCODE_PROMPTS
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.opening import Kind, open_weights
 from torchditan.weights.shared import check_address
@@ -118,7 +117,7 @@ class TrainedModel:
         """
         device = _device(device)
         opened = open_weights(place, step=step, kind=weights)
-        config = _with_flags(opened.checked_config(), flags)
+        config = with_flags(opened.checked_config(), flags)
         spec = stored_spec(config)
         assert opened.step is not None and opened.images_seen is not None and opened.kind is not None
         assert config.dataset.num_classes is not None
@@ -130,7 +129,7 @@ class TrainedModel:
         spec.init_unsaved(model, config.training.seed)
         opened.fill(model, only_trained=only_trained)
         if dtype is None:
-            is_half = config.model.name in FAMILIES and config.training.mixed_precision_param != "float32"
+            is_half = spec.is_sampled_in_half and config.training.mixed_precision_param != "float32"
             dtype = torch.bfloat16 if is_half else torch.float32
         own = {"config": opened.config, "git_commit": opened.git_commit, "run_id": opened.run_id}
         return cls(
@@ -329,13 +328,10 @@ class TrainedModel:
         Raises:
             ConfigError: it started from random weights, or its initial weights no longer exist.
         """
-        if self.config.model.path is None and self._initial_weights is None:
-            raise option_error("--original", True, "this run started from random weights; leave it out")
         if self._initial_weights is not None:
-            try:
-                check_address(self._initial_weights)
-            except ConfigError as error:
-                raise option_error("--original", True, f"{error}; leave it out") from None
+            check_address(self._initial_weights)
+        elif self.spec.restore_published is None:
+            raise option_error("--original", True, "this run started from random weights; leave it out")
 
     def restore_original(self) -> str:
         """Restore, in place, the model that the run started from: without its LoRA, or with its initial weights.
@@ -348,10 +344,8 @@ class TrainedModel:
         """
         if self._initial_weights is not None:
             return load_initial_weights(self.model, self._initial_weights, config=self.config)
-        if self.spec.turn_off_adapter is not None:
-            self.turn_off_adapter()
-        else:
-            cast(Any, self.model).init_weights(self.config.training.seed)
+        assert self.spec.restore_published is not None
+        self.spec.restore_published(self.model, self.config.training.seed)
         return f"weights of {self.config.model.path}"
 
     @property
@@ -367,7 +361,7 @@ class TrainedModel:
     @property
     def takes_prompts(self) -> bool:
         """Whether the model is conditioned on captions."""
-        return isinstance(self.spec.conditioning, TextEmbeddings)
+        return self.spec.takes_prompts
 
     def encode_prompts(self, prompts: Sequence[str]) -> SampleRows:
         """A row for each text, encoded by the run's text encoders; an empty caption gives the null condition.
@@ -375,13 +369,9 @@ class TrainedModel:
         Raises:
             ConfigError: the text encoders are not available.
         """
-        assert isinstance(self.spec.conditioning, TextEmbeddings)
-        if self.spec.conditioning.kept & self.spec.conditioning.tensors.keys():
-            right = "this model continues a first frame; export the LoRA, and sample with the model's own pipeline"
-            raise option_error("--prompts", list(prompts), right)
-        rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
-        self.spec = with_empty_caption(self.spec, null, self.config, device=self.device)
-        return rows
+        encode = pkgutil.resolve_name(ENCODE_PROMPTS)
+        rows, self.spec = encode(self.spec, self.config, prompts, device=self.device)
+        return cast(SampleRows, rows)
 
 
 def load(
@@ -431,7 +421,7 @@ def _folder_of_no_run(name: str) -> Path:
     return folder.with_name(f"{name}-weights") if (folder / "config.json").exists() else folder
 
 
-def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
+def with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
     """The configuration of a run with these options. The autoencoder of a published pipeline moves with its model."""
     config = override(stored, flags, sections=_REPLACEABLE)
     if config.autoencoder.name is None and config.autoencoder.path is not None:
