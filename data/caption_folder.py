@@ -3,8 +3,7 @@
 
 Notable:
 - `metadata.jsonl`, `.csv` and `.parquet` list the images of their folder and of those below it, as in `datasets`;
-- names are compared in NFC, because macOS writes them in NFD;
-- with `dataset.caption_from` "file_name", no file is read.
+- names are compared in NFC, because macOS writes them in NFD.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def read_folder(
     }
     is_divided = bool(by_part["validation"])
     chosen = [parts for parts in names if part_of[parts] == (split if is_divided else "train")]
-    from_files = config.caption_from == "files"
-    tables = [(parts, name) for parts in names for name in METADATA_FILES if from_files and name in names[parts]]
+    tables = [(parts, name) for parts in names for name in METADATA_FILES if name in names[parts]]
     listed: dict[str, Entry] = {}
     for parts, name in tables:
         found = _read_metadata(root, parts, name, pictures=pictures, config=config, refusal=refusal)
@@ -74,13 +72,9 @@ def read_folder(
         listed |= found
     free = [parts for parts in chosen if not any(parts[: len(folder)] == folder for folder, _ in tables)]
     own = [picture for parts in free for picture in pictures[parts]]
-    read = {_join(parts, name) for parts, name in tables}
-    if from_files:
-        beside = {parts: names[parts] for parts in free}
-        captions, sidecars = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config, refusal=refusal)
-        read |= sidecars
-    else:
-        captions = {stem: Captions(_words(stem, refusal=refusal)) for stem, _, _ in own}
+    beside = {parts: names[parts] for parts in free}
+    captions, read = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config, refusal=refusal)
+    read |= {_join(parts, name) for parts, name in tables}
     inside = {name: division.place(parts)[1] for parts in free for _, name, _ in pictures[parts]}
     entries = [
         dataclasses.replace(entry, repeats=_repeats(inside[entry.name], refusal=refusal))
@@ -116,11 +110,6 @@ def _pictures_in(root: Path, parts: Parts, names: list[str], *, is_video: bool) 
         frames.sort(key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name))
         files = tuple(File(root.joinpath(*parts, name)) for name in frames)
         yield "/".join(parts), "/".join(parts), Frames(files)
-
-
-def _words(stem: str, *, refusal: Refusal) -> str:
-    """`a red cat` of `photos/a_red_cat`."""
-    return decode(os.fsencode(stem.rpartition("/")[2].replace("_", " ")), where=stem, refusal=refusal)
 
 
 def _repeats(inside: Parts, *, refusal: Refusal) -> int:

@@ -53,7 +53,6 @@ from torchditan.datasets.options import (
 )
 from torchditan.datasets.splits import Split, counted, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
-from torchditan.randomness import generator, name_to_index
 
 TRIGGER = "[trigger]"
 ENOUGH_TO_HOLD_OUT = 20
@@ -145,14 +144,11 @@ class CaptionedImages(ImageDataset):
         return (self.channels, *frames, *self.buckets[bucket])
 
     def caption_variants(self, index: int) -> list[str]:
-        """The texts of an item: its captions, each with `dataset.shuffle_tags` as that number of shuffles of its tags.
-
-        They depend only on the captions. Duplicates are removed, so a caption of few tags has fewer.
-        """
+        """The texts of an item, without duplicates."""
         return list(self._variants(index))
 
     def caption_weights(self, index: int) -> list[float]:
-        """How often each of `caption_variants` is drawn: shares of 1. The shuffles of a caption divide its share."""
+        """How often each of `caption_variants` is drawn: shares of 1."""
         return list(self._variants(index).values())
 
     def _variants(self, index: int) -> dict[str, float]:
@@ -161,18 +157,8 @@ class CaptionedImages(ImageDataset):
         weights = self.entries[place].weights or (1,) * len(texts)
         found: dict[str, float] = {}
         for text, weight in zip(texts, weights, strict=True):
-            shuffles = self._shuffles(text)
-            for shuffle in shuffles:
-                found[shuffle] = found.get(shuffle, 0.0) + weight / sum(weights) / len(shuffles)
+            found[text] = found.get(text, 0.0) + weight / sum(weights)
         return found
-
-    def _shuffles(self, caption: str) -> list[str]:
-        first, *tags = (tag.strip() for tag in caption.split(","))
-        if self.config.shuffle_tags == 0 or len(tags) < 2:
-            return [caption]
-        draws = generator(0, "shuffle tags", name_to_index(caption))
-        orders = [draws.permutation(len(tags)) for _ in range(self.config.shuffle_tags)]
-        return list(dict.fromkeys(", ".join([first, *(tags[place] for place in order)]) for order in orders))
 
     def shape_of(self, index: int) -> tuple[int, ...]:
         """(C, [F,] H, W) of one sample."""

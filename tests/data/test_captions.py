@@ -89,10 +89,6 @@ def test_several_captions_of_an_image_have_weights(tmp_path: Path) -> None:
     assert dataset[0]["caption"] == "sks, a dog"
     assert dataset.caption_variants(0) == dataset.caption_variants(1) == ["sks, a dog", "sks in snow"]
     assert dataset.caption_weights(0) == [0.5, 0.5]
-    shuffled = open_captions(tmp_path, trigger_word="sks", shuffle_tags=50)
-    *variants, last = shuffled.caption_variants(2)
-    assert len(variants) == 6 and last == "sks, four"
-    assert shuffled.caption_weights(2) == pytest.approx([*[1 / 12] * 6, 1 / 2])  # each caption gets half
     assert open_captions(write(tmp_path / "one", PAIRS)).caption_weights(0) == [1.0]
 
 
@@ -223,24 +219,6 @@ def test_the_trigger_word(tmp_path: Path) -> None:
     assert dataset.captions == ["a photo of sks, sks!", "sks, a dog", "my sks dog", "sks, masks", "sks"]
 
 
-def test_shuffled_tags_keep_the_first_and_depend_on_the_caption_alone(tmp_path: Path) -> None:
-    files = {"a.png": encode(1), "a.txt": "sks,  b, c,d , e", "b.png": encode(2), "b.txt": "one, two"}
-    write(tmp_path, files)
-    dataset = open_captions(tmp_path, shuffle_tags=5)
-    variants = dataset.caption_variants(0)
-    assert len(set(variants)) == 5 and dataset.captions[0] == "sks, b, c,d , e"
-    assert all(
-        text.startswith("sks, ") and sorted(text.split(", ")) == ["b", "c", "d", "e", "sks"] for text in variants
-    )
-    assert variants == open_captions(tmp_path, shuffle_tags=5).caption_variants(0)
-    assert variants[:2] == open_captions(tmp_path, shuffle_tags=2).caption_variants(0)
-    assert dataset.caption_variants(1) == ["one, two"]
-    assert open_captions(tmp_path).caption_variants(0) == [dataset.captions[0]]
-    write(tmp_path, {"a2.png": encode(9), "a2.txt": files["a.txt"], "a.png": encode(7)})
-    again = open_captions(tmp_path, shuffle_tags=5)
-    assert again.caption_variants(0) == again.caption_variants(1) == variants
-
-
 def test_buckets_have_about_the_area_and_the_nearest_shape_wins() -> None:
     buckets = bucket_sizes((512, 512), step=64)
     assert buckets == [(704, 384), (640, 384), (576, 448), (512, 512), (448, 576), (384, 640), (384, 704)]
@@ -303,7 +281,7 @@ def test_content_keys_change_with_bytes_and_size_and_with_nothing_else(tmp_path:
     write(tmp_path, {"a.txt": "a cat", "b.png": encode(11), "b.txt": "b"})
     (tmp_path / "a.png").rename(tmp_path / "c.png")
     (tmp_path / "a.txt").rename(tmp_path / "c.txt")
-    options = {"trigger_word": "sks", "shuffle_tags": 2, "upscale": True}
+    options = {"trigger_word": "sks", "upscale": True}
     assert open_captions(tmp_path, **options).content_key(1) == key
     write(tmp_path, {"c.png": encode(12, size=(16, 16))})
     assert open_captions(tmp_path).content_key(1) != key

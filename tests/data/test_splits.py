@@ -277,13 +277,6 @@ def test_names_match_in_both_forms_of_unicode(tmp_path: Path) -> None:
         assert opened(tmp_path / folder, "captions").captions == ["a cup"]
 
 
-def test_captions_are_the_names_of_files_if_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, {"photos/a_red_cat.png": picture(1), "b.png": picture(2), "b.txt": "not read"})
-    dataset = opened(tmp_path, "captions", caption_from="file_name")
-    assert dataset.captions == ["b", "a red cat"]
-    assert any("1 .txt" in line for line in dataset.reading)
-
-
 @pytest.mark.parametrize("name", ["captions.json", "labels.csv", "meta.jsonl", "0.cap"])
 def test_files_that_may_hold_captions_are_named_where_captions_are_missing(name: str, tmp_path: Path) -> None:
     write(tmp_path, {**PLAIN, "1.txt": "a", name: "{}"})

@@ -123,7 +123,6 @@ def run(
         rank=Rank(rank, rank, world_size),
         batch_size=3,
         num_workers=num_workers,
-        prefetch_factor=2,
         report=report,
         skips_corrupt=True,
     )
