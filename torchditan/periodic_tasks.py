@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torchditan.optim.loss_scaling import LossScaler
 
 _EVALUATION_TIMEOUT_S = 3600
+_GC_FREQ = 50
+"""Steps between two garbage collections, which all ranks make at once."""
 """Rank 0 compares features while the other ranks wait."""
 _MOST_NAMED = 10
 
@@ -94,8 +96,8 @@ class PeriodicTasks:
 
     def run_periodic_tasks(self, result: StepResult, *, is_first: bool) -> None:
         """Run all tasks that are due after this step. The first step is always logged."""
-        config, step = self.config, self.progress.step
-        if step % config.training.gc_freq == 0:
+        step = self.progress.step
+        if step % _GC_FREQ == 0:
             gc.collect(1)
         if is_first or self.is_log_due(step):
             self.log(result)
@@ -231,7 +233,7 @@ class PeriodicTasks:
             self.last_validation = validation_losses(
                 self.model,
                 objective=validation_objective(config.diffusion, job.spec),
-                uniform=uniform_objective(config.diffusion, job.spec) if config.validation.by_timestep else None,
+                uniform=uniform_objective(config.diffusion, job.spec),
                 dataset=job.validation_dataset,
                 space=job.space,
                 num_images=self.config.validation.num_images,

@@ -141,7 +141,7 @@ class Trainer:
         if self.rank.world_size > 1:
             from torchditan.supervision.watchdog import record_collectives
 
-            record_collectives(self.job.run_directory.path / "flight_recorder", buffer_size=comm.trace_buf_size)
+            record_collectives(self.job.run_directory.path / "flight_recorder")
         init_process_group(self.rank, timeout_seconds=comm.init_timeout_seconds)
         self.supervision.connect(timeout_seconds=comm.init_timeout_seconds)
         if self.rank.world_size > 1:
@@ -162,8 +162,8 @@ class Trainer:
 
             self.scaler = LossScaler(self.parameters[0].device)  # the host with CPU offload
         self.spikes: LossSpikes | None = None
-        if config.training.on_nonfinite == "rollback" and config.training.loss_spike_factor:
-            self.spikes = LossSpikes(config.training.loss_spike_factor, self.device)
+        if config.training.on_nonfinite == "rollback":
+            self.spikes = LossSpikes(self.device)
         self.ema: EMA | None = None
         if config.ema.enable:
             self.ema = EMA(
@@ -285,7 +285,6 @@ class Trainer:
         return TrainingStream(
             job.dataset,
             corrupt_images=options.corrupt_images,
-            prefetch_factor=options.prefetch_factor,
             **shared,
         )
 

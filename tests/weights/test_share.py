@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 FEW = ["--sampling.num_steps=2", "--sampling.images_per_class=1", "--sampling.max_classes=3"]
 SECRETS = {
     "job.description": "for hidden-customer, ask alice_tester",
-    "metrics.wandb_project": "hidden-project",
+    "metrics.save_tb_folder": "hidden-events",
     "cache.folder": "/home/alice_tester/hidden-cache",
     "text_encoder.path": "hidden-folder/encoder",
     "dataset.label_key": "hf_hidden0123456789abcdef",

@@ -262,7 +262,6 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             rank=rank,
             batch_size=arguments.batch_size,
             num_workers=config.dataset.num_workers,
-            prefetch_factor=config.dataset.prefetch_factor,
             moments=moments,
             skips_corrupt=skips_corrupt,
         )

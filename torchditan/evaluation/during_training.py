@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -67,7 +66,6 @@ class TrainingEvaluation:
             seed=options.seed,
             device=str(float64_device(device)),
             cache_folder=feature_cache_folder(config),
-            inception_weights=None if options.inception_weights is None else Path(options.inception_weights),
             samples_name="evaluation.num_samples",
         )
         factor = (config.autoencoder.downsampling or 1) if config.autoencoder.name is not None else 1
@@ -104,7 +102,7 @@ class TrainingEvaluation:
         return plan_samples(
             options.num_samples,
             num_classes=self.config.dataset.num_classes or 0,
-            class_balance=options.class_balance,
+            class_balance="data",
             class_counts=self.evaluator.class_counts,
             seed=options.seed,
         )

@@ -55,7 +55,6 @@ _CHANGE_THE_LOSS = ("diffusion.", "dataset.", "autoencoder.", _LEARN_SIGMA, _PRE
 a term to the loss of ddpm; the preset chooses it if the grid does not."""
 _NOT_IN_VALIDATION = (
     "diffusion.loss_weighting",
-    "diffusion.min_snr_gamma",
     "diffusion.ingredients",
 )
 """Options of these sections that change only the training loss."""

@@ -349,12 +349,12 @@ def _place(record: Record) -> str:
     return f"step {record['step']}, {record['place']}"
 
 
-def record_collectives(folder: Path, *, buffer_size: int) -> None:
-    """Have torch's Flight Recorder keep the last collectives, and NCCL write them to `folder` on a timeout.
+def record_collectives(folder: Path) -> None:
+    """Have torch's Flight Recorder keep the last 2,000 collectives, and NCCL write them to `folder` on a timeout.
 
     Call it before the process group is created. Environment variables that are already set are kept.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(buffer_size))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "rank_"))
 
