@@ -106,7 +106,8 @@ class Trainer:
         self.resources.callback(self.supervision.close)
         self.stop_request.record = self.supervision.record_stop
         with self.recording_failures():
-            job.run_directory.write_status("running", step=0)
+            if self.rank.rank == 0:
+                job.run_directory.write_status("running", step=0)
             self.connect()
             self.build()
 
