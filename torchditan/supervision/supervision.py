@@ -111,10 +111,7 @@ class Supervision:
             self.watch.close()  # no rank waits for this one while it deletes
 
     def record_failure(self, error: BaseException) -> None:
-        """Write the verdict of an exception.
-
-        Any rank may write it, since its exit ends the others. Every rank finds a mistake before the first step, so only
-        rank 0 handles that.
+        """Write the verdict of an exception. Any rank may write it, since its exit ends the others.
 
         Raises:
             SystemExit: another rank caused it, with the cause.
@@ -122,15 +119,17 @@ class Supervision:
         status, exit_code, reason = verdict_of(error)
         if status == "interrupted" and self.rank.world_size > 1:
             status = "error"  # the ranks did not agree to stop
-        cause = None if self.watch is None else self.watch.explain(error, reason)
-        if cause is not None:
-            self.record_lost(cause)
-            raise SystemExit(f"rank {self.rank.rank}: {cause}") from None
+        is_everyones = exit_code == 2 and self.start_step is None  # every rank finds a mistake before the first step
+        if self.watch is not None and not is_everyones:
+            cause = self.watch.explain(error, reason)
+            if cause is not None:
+                self.record_lost(cause)
+                raise SystemExit(f"rank {self.rank.rank}: {cause}") from None
         write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code)
         is_first = self.rank.rank == 0
         if exit_code == 2 and is_first and self.start_step in (None, self.progress.step):
             self.run_directory.discard()
-        elif is_first or (self.watch is not None and (exit_code != 2 or self.start_step is not None)):
+        elif is_first or (self.watch is not None and not is_everyones):
             self._write_status(status, reason)
 
     def record_stop(self, reason: str) -> None:

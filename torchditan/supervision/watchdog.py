@@ -27,7 +27,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -114,7 +113,7 @@ class RankWatch:
         """
         is_others = is_peer_failure(f"{type(error).__name__}: {error}")
         self._own_reason = f"{STOPPED_BY} {self.rank.rank}: {reason}"
-        self._waited_in = _collective_in(error) if is_others else None
+        self._waited_in = _newest_collective() if is_others else None
         self._end()
         if self.cause is not None or self._has_answered or not is_others or self.rank.rank == 0:
             return self.cause
@@ -136,7 +135,7 @@ class RankWatch:
                 if self.cause is not None:
                     self._main_ends.wait(_GRACE_S)
                 elif self._is_stuck():
-                    self.cause = self._find_lost(_newest_collective() or "a collective") or self._describe_stuck()
+                    self.cause = self._find_lost(_newest_collective()) or self._describe_stuck()
             if not self._main_ends.is_set():
                 assert self.cause is not None
                 self._publish(leaving=self.cause)
@@ -223,7 +222,7 @@ class RankWatch:
 
     def _describe_stuck(self) -> str:
         step, place, _ = self._place
-        where = f"{_newest_collective() or 'a collective'} in step {step}, {place}"
+        where = f"{_newest_collective()} in step {step}, {place}"
         return f"{LOST_RANK} unknown: {where}, did not end although all ranks started it"
 
     def _dump_collectives(self) -> None:
@@ -276,15 +275,8 @@ def _collectives() -> dict[tuple[str, bool], tuple[int, int]]:
     return found
 
 
-def _newest_collective() -> str | None:
+def _newest_collective() -> str:
     """Name of the collective that this rank started last, such as "gloo:all_reduce"."""
     entries = [entry for recorder, _ in _recorders() for entry in json.loads(recorder(True, False)).get("entries", [])]
     newest = max(entries, key=lambda entry: entry["time_created_ns"], default=None)
-    return None if newest is None else str(newest["profiling_name"])
-
-
-def _collective_in(error: BaseException) -> str:
-    """Name of the collective that failed: from the recorder, else torch's function in the error's traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    functions = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    return _newest_collective() or (functions[-1] if functions else "a collective")
+    return "a collective" if newest is None else str(newest["profiling_name"])
