@@ -206,7 +206,6 @@ class PeriodicTasks:
                 raise option_error(option, value, f"logs {taken[0]}, a name that is taken; must have another name")
             extra |= numbers
         record = self.logger.log(
-            self.progress.step,
             loss=loss,
             grad_norm=result.grad_norm.item(),
             lr=result.lr,
