@@ -85,6 +85,16 @@ OPEN_CAPTIONS = "torchditan.finetune.captions.dataset:open_captions"
 OPEN_LATENTS = "torchditan.latents.latent_space:build_sample_space"
 """The functions that open the data of a job (job/prepare.py)."""
 
+LAUNCHERS = Registry(
+    "torchditan.launchers",
+    {
+        "local": "torchditan.ablation.launch:LocalLauncher",
+        "slurm": "torchditan.ablation.launch:SlurmLauncher",
+    },
+    base="torchditan.ablation.launch:Launcher",
+)
+"""`--launcher` of `torchditan ablate`: subclasses of `torchditan.ablation.launch.Launcher`."""
+
 TUNE_BATCH_SIZE = "torchditan.ablation.autotune:resolve_batch_size"
 """The search for `training.batch_size = "auto"`."""
 
