@@ -142,9 +142,10 @@ def run_section(section: Section, *, limit_s: float, emulated: bool) -> dict[str
     error, found = None, Found([])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for number, (_python, *program) in enumerate(section.commands):
+        for number, (executable, *program) in enumerate(section.commands):
             job = Job(
                 program=[part.replace("{folder}", name) for part in program],
+                executable=executable,
                 folder=folder / f".command-{number}",
                 timeout_s=limit_s - (time.monotonic() - start),
                 cwd=REPOSITORY,

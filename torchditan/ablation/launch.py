@@ -65,6 +65,8 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, besides those of this process."""
     cwd: Path | None = None
+    executable: str = sys.executable
+    """Of a job without torchrun."""
     log_name: str = "launcher.log"
 
     @property
@@ -77,7 +79,7 @@ class Job:
 
     def command(self) -> list[str]:
         if self.num_ranks is None:
-            return [sys.executable, *self.program]
+            return [self.executable, *self.program]
         ranks = [f"--nproc_per_node={self.num_ranks}", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
         return [*TORCHRUN, *ranks, *self.program]
 
