@@ -88,6 +88,16 @@ OPEN_LATENTS = "torchditan.latents.latent_space:build_sample_space"
 ENCODE_PROMPTS = "torchditan.finetune.captions.dataset:rows_of_prompts"
 """What encodes texts for a trained model of captions."""
 
+LAUNCHERS = Registry(
+    "torchditan.launchers",
+    {
+        "local": "torchditan.ablation.launch:LocalLauncher",
+        "slurm": "torchditan.ablation.launch:SlurmLauncher",
+    },
+    base="torchditan.ablation.launch:Launcher",
+)
+"""`--launcher` of `torchditan ablate`: subclasses of `torchditan.ablation.launch.Launcher`."""
+
 TUNE_BATCH_SIZE = "torchditan.ablation.autotune:resolve_batch_size"
 """The search for `training.batch_size = "auto"`."""
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.ablation.grid import PARALLEL, PRECISION, PRECISIONS, STANDARD_AXES
-from torchditan.ablation.ledger import SCHEMA_VERSION, Row, measure
-from torchditan.ablation.maker import provenance_of
+from torchditan.ablation.ledger import SCHEMA_VERSION, Row, measure, provenance_of
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
 from torchditan.config.schema import options
