@@ -20,9 +20,9 @@ from torchditan.autoencoders import runs_code
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
 from torchditan.config.options import flatten
-from torchditan.evaluation.card import cards_of_run, sampling_settings
+from torchditan.evaluation.card import cards_of_run
+from torchditan.evaluation.drawing import sampling_settings
 from torchditan.evaluation.grid_picture import save_grid, stills
-from torchditan.evaluation.sampler import SampleRows
 from torchditan.run import provenance
 from torchditan.run.atomic_files import new_folder, sha256_of, write_file
 from torchditan.run.directory import to_json
@@ -189,13 +189,9 @@ def _draw_samples(folder: Path, config: dict[str, dict[str, Any]]) -> str | None
         return "its autoencoder is TorchScript, which runs code"
     trained = TrainedModel.open(folder, dtype=None, flags=flags)
     sampling = trained.config.sampling
-    if trained.takes_prompts:
-        if not sampling.prompts:
-            return "the run has no sampling.prompts"
-        rows = trained.encode_prompts(sampling.prompts)
-    else:
-        labels = range(min(sampling.max_classes, max(1, trained.num_classes)))
-        rows = SampleRows.of_classes(list(labels), class_names=trained.class_names if trained.num_classes else [])
+    if trained.takes_prompts and not sampling.prompts:
+        return "the run has no sampling.prompts"
+    rows = trained.rows()
     samples = trained.generate_rows(rows, samples_per_row=sampling.images_per_class, seed=0, batch_size=64)
     title = f"step {trained.step}, {trained.weights} weights, {sampling.sampler} {sampling.num_steps} steps, "
     title += f"guidance {sampling.guidance_scale:g}, seed 0"
