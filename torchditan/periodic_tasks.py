@@ -24,6 +24,7 @@ from torchditan.checkpoint.run_checkpoints import RunCheckpoints
 from torchditan.config.errors import option_error
 from torchditan.diffusion.objectives import uniform_objective, validation_objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
+from torchditan.evaluation.drawing import Drawing
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.sampler import Sampler
 from torchditan.evaluation.validation import BIN_KEYS, validation_losses
@@ -75,7 +76,7 @@ class PeriodicTasks:
         self.rank = job.rank
         self.model = model
         self.ema = ema
-        self.sampler = Sampler(job.spec, job.objective, job.config.sampling, job.device)
+        self.sampler = Sampler(job.spec, job.objective, job.device)
         self.guard = guard
         self.scaler = scaler
         self.logger = logger
@@ -270,31 +271,22 @@ class PeriodicTasks:
         likeness: dict[str, float] = {}
         # Rank 0 decodes while the others wait.
         with self._sampling_model("sampling", timeout_seconds=self.config.comm.init_timeout_seconds):
+            drawing = self.grids.drawing(self.progress.step)
+            batch_size = self.config.metrics.sample_batch_size
             start = time.perf_counter()
-            generated = self.draw()  # on the CPU: all queued work is done
+            # On the CPU: all queued work is done.
+            samples = self.sampler.draw_all(self.model, drawing, batch_size=batch_size, say=self.logger.message)
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
                 with self.supervision.reporting("decoding samples"):
-                    likeness = self.write_grid(generated)
-        return {"seconds_per_image": seconds / (generated.shape[0] * generated.shape[1]), **likeness}
+                    likeness = self.write_grid(samples, drawing)
+        return {"seconds_per_image": seconds / len(drawing), **likeness}
 
-    def draw(self) -> torch.Tensor:
-        """Samples for the rows of the grid, drawn with the model."""
-        config = self.config
-        return self.sampler.draw_rows(
-            self.model,
-            self.grids.rows,
-            samples_per_row=config.sampling.images_per_class,
-            seed=config.training.seed,
-            batch_size=config.metrics.sample_batch_size,
-            say=self.logger.message,
-        )
-
-    def write_grid(self, generated: torch.Tensor) -> dict[str, float]:
+    def write_grid(self, samples: torch.Tensor, drawing: Drawing) -> dict[str, float]:
         """Decode samples and write the grid. Returns their likeness to real images."""
         path = self.job.run_directory.sample_path(self.progress.step)
         try:
-            likeness = self.grids.write(path, self.job.space.to_pixels(generated), step=self.progress.step)
+            likeness = self.grids.write(path, self.job.space.to_pixels(samples), drawing)
         except OSError as error:  # a full disk must not end the run
             self.supervision.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
             return {}

@@ -39,9 +39,8 @@ from torchditan.checkpoint.loading import read_state
 from torchditan.config.loader import load_config, read_toml
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import flatten_tree
-from torchditan.evaluation.card import origin_of_run
+from torchditan.evaluation.card import about_run
 from torchditan.evaluation.card_tables import markdown
-from torchditan.evaluation.sampler import noise_number
 from torchditan.randomness import normal
 from torchditan.registry import FORMATS
 from torchditan.run.reading import read_config
@@ -117,8 +116,8 @@ LABELS = torch.tensor([3, 7])
 def draw(run: Path, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Samples of the imported run with the sampler and guidance that it came with, and the noise that they began as."""
     trained = TrainedModel.open(run, flags={f"sampling.{name}": value for name, value in sampling.items()})
-    samples = trained.generate(LABELS.tolist(), samples_per_label=1, seed=5, batch_size=2)[:, 0]
-    noise = normal(5, "sample", [noise_number(label, 0) for label in LABELS.tolist()], trained.sample_shape)
+    samples = trained.generate_rows(trained.rows(classes=LABELS), samples_per_row=1, seed=5, batch_size=2)[:, 0]
+    noise = normal(5, "sample", [label << 32 for label in LABELS.tolist()], trained.sample_shape)
     return samples, noise
 
 
@@ -162,7 +161,7 @@ def test_samples_of_dit_are_those_of_an_own_reading(tmp_path: Path, run_script: 
     weights = random_weights(model)
     run = imported(save(tmp_path / "weights.pt", weights), "dit", run_script, *DIGITS)
     samples, noise = draw(run, num_steps=5)
-    numbers = [noise_number(label, 0) for label in LABELS.tolist()]
+    numbers = [label << 32 for label in LABELS.tolist()]
     step_noise = [normal(5, f"sample step {step}", numbers, (4, 4, 4)) for step in range(5)]
     theirs = dit_samples(weights, model, noise, LABELS, step_noise, scale=4.0)
     assert (samples - theirs).abs().max() < 1e-4 * theirs.abs().max()
@@ -289,7 +288,8 @@ def test_an_import_does_not_need_the_autoencoder(tmp_path: Path, run_script: Run
     flags = ("--autoencoder.name=diffusers", "--autoencoder.downsampling=16")
     trained = load(imported(path, "lightningdit", run_script, *flags))
     assert trained.image_size == (128, 128)
-    assert trained.generate([3], samples_per_label=2, seed=0, batch_size=2).shape == (1, 2, 8, 8, 8), "latents"
+    latents = trained.generate_rows(trained.rows(classes=3), samples_per_row=2, seed=0, batch_size=2)
+    assert latents.shape == (1, 2, 8, 8, 8), "latents"
     with refused("autoencoder.path = none", "diffusers"):
         trained.sample(classes=[3])
 
@@ -480,13 +480,10 @@ def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: 
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     run = imported(path, "sit", run_script, *DIGITS)
     config, facts = TrainedModel.open(run).config, {"step": 0, "images_seen": 0}
-    found = origin_of_run(
-        run, config, read_config(run), **facts, weights="ema", model_parameters=1, model_evaluations=1
-    )
-    assert found.imported is not None
-    assert (found.imported["file"], found.imported["format"]) == ("weights.pt", "sit")
-    assert (found.ema_decay, found.training_seed, found.training_versions) == (None, None, {})
-    text = markdown(replace(card(), imported=found.imported))
+    found = about_run(run, config, read_config(run), **facts, weights="ema")
+    assert (found["imported"]["file"], found["imported"]["format"]) == ("weights.pt", "sit")
+    assert not {"ema_decay", "training_seed", "training_versions"} & found.keys()
+    text = markdown(replace(card(), imported=found["imported"]))
     assert re.search(r"imported.file +\| weights.pt", text) and re.search(r"imported.format +\| sit", text)
 
 

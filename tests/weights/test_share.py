@@ -23,8 +23,9 @@ from torchditan import load
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config, flatten
-from torchditan.evaluation.card import cards_of_run, read_card, sampling_settings
+from torchditan.evaluation.card import cards_of_run, read_card
 from torchditan.evaluation.card_tables import write_card
+from torchditan.evaluation.drawing import sampling_settings
 from torchditan.latents.index import read_index
 from torchditan.latents.shards import LatentShards
 from torchditan.run.atomic_files import sha256_of

@@ -21,7 +21,6 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
 from torchditan.config.options import flatten
 from torchditan.evaluation.grid_picture import save_grid, stills
-from torchditan.evaluation.sampler import SampleRows
 from torchditan.latents.shared import has_latents, link_latents
 from torchditan.run.atomic_files import new_folder, sha256_of, write_file
 from torchditan.run.directory import to_json
@@ -141,13 +140,9 @@ def _draw_samples(folder: Path, own: dict[str, Any]) -> list[str]:
     flags = {name: own[name] for name in _OF_THE_PICTURE if own[name] is not None}
     trained = TrainedModel.open(folder, dtype=None, flags=flags)
     sampling = trained.config.sampling
-    if trained.takes_prompts:
-        if not sampling.prompts:
-            return ["no samples.png: the run has no sampling.prompts"]
-        rows = trained.encode_prompts(sampling.prompts)
-    else:
-        labels = range(min(sampling.max_classes, max(1, trained.num_classes)))
-        rows = SampleRows.of_classes(list(labels), class_names=trained.class_names if trained.num_classes else [])
+    if trained.takes_prompts and not sampling.prompts:
+        return ["no samples.png: the run has no sampling.prompts"]
+    rows = trained.rows()
     samples = trained.generate_rows(rows, samples_per_row=sampling.images_per_class, seed=0, batch_size=64)
     title = f"step {trained.step}, {trained.weights} weights, {sampling.sampler} {sampling.num_steps} steps, "
     title += f"guidance {sampling.guidance_scale:g}, seed 0"

@@ -19,7 +19,7 @@ from torchditan.config.options import Config, cache_folder
 from torchditan.config.prompts import is_unicode
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset, ListedDataset
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.sampler import SampleRows
+from torchditan.evaluation.drawing import SampleRows
 from torchditan.finetune.captions.encode import (
     Entries,
     Lookup,
@@ -406,6 +406,7 @@ def _rows_of(
         names=[beginning(text) for text in prompts],
         numbers=list(range(len(prompts))),
         tensors=_stack(entries),
+        prompts=list(prompts),
         references=references,
         negative=embed(negative) if negative else None,
     )
