@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.config.loader import from_dict
-from torchditan.evaluation.card import Card, cards_of_run, sampling_settings, settings_of
+from torchditan.evaluation.card import Card, cards_of_run, settings_of
 from torchditan.evaluation.card_tables import columns, one_line, shown, table
+from torchditan.evaluation.drawing import sampling_settings
 from torchditan.latents.index import LatentIndex
 from torchditan.registry import entry_name
 from torchditan.run.reading import read_metrics
