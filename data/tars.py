@@ -270,11 +270,29 @@ class Shards:
     cache_folder: Path | None
 
     def open(self, split: Split) -> list[Shard]:
-        """The index of the shards of a split, sorted by name."""
+        """The index of the shards of a split, sorted by name.
+
+        Raises:
+            ConfigError: a shard cannot be read, or shards for training have folders of held-out or test data.
+        """
         absolute = self.root if "://" in self.root else os.path.abspath(Path(self.root).expanduser())
         name = hashlib.sha256(f"{_VERSION} {absolute} {split}".encode(errors="surrogateescape")).hexdigest()[:16]
         path = None if self.cache_folder is None else self.cache_folder / f"{name}.jsonl"
-        return _read_index(self.places[split], root=self.root, path=path)
+        shards = _read_index(self.places[split], root=self.root, path=path)
+        if split == "train":
+            self._refuse_splits_inside(shards)
+        return shards
+
+    def _refuse_splits_inside(self, shards: list[Shard]) -> None:
+        folders = {posixpath.normpath(posixpath.dirname(key)) for shard in shards for key in shard.keys}
+        parts = {folder: tuple(folder.split("/")) for folder in folders if folder != "."}
+        division = Division(parts.values(), has_classes=False)
+        found = sorted(folder for folder, path in parts.items() if division.place(path)[0] in ("validation", "test"))
+        if found:
+            right = (
+                f"its tars hold {some(found)}; write each split into tars of its own, such as train.tar and test.tar"
+            )
+            raise option_error("dataset.root_dir", self.root, right)
 
     def describe(self) -> list[str]:
         """Lines about what is held out, and what is not read."""

@@ -138,6 +138,14 @@ def test_only_test_data_is_refused_and_named(tmp_path: Path) -> None:
         opened(tmp_path / "b/ds-test-000.tar", name)  # named by the user
 
 
+def test_splits_inside_a_tar_are_refused(tmp_path: Path) -> None:
+    files = {**pictures("Train/0.png", "Train/1.png", captions=True), "./Test/2.png": picture(2), "./Test/2.txt": "a"}
+    write(tmp_path, {"photos.tar": tar(files)})
+    for name in ("captions", "webdataset"):
+        with refused(f'dataset.root_dir = "{tmp_path}"', "Test"):
+            opened(tmp_path, name)
+
+
 @pytest.mark.parametrize("names", [("ds-train-0", "ds-val-0", "ds-test-0"), ("Train/0", "Valid/0", "Testing/0")])
 @pytest.mark.parametrize("kind", ["tar", "parquet", "pairs"])
 def test_splits_of_captions(kind: str, names: tuple[str, ...], tmp_path: Path) -> None:
