@@ -535,7 +535,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(exported: Path, tmp_path: Pat
         (["export", "gone", "a.safetensors"], "gone", ["run directory"]),
         (["export", "{run}"], "", ["OUT"]),
         (["export", "{run}", "a.pt"], 'OUT = "a.pt"', [".safetensors"]),
-        (["export", "{run}", "a.safetensors", "b"], "b", ["--section.key"]),
+        (["export", "{run}", "a.safetensors", "b"], "b", ["--help"]),
         (
             ["export", "{run}", "a.safetensors", "--stepp=1"],
             "--stepp",

@@ -26,10 +26,7 @@ from pathlib import Path
 
 
 def export_file(argv: list[str]) -> None:
-    from torchditan.config.command_line import ScriptParser
-    from torchditan.config.errors import ConfigError, option_error
-    from torchditan.config.loader import override
-    from torchditan.config.options import Config
+    from torchditan.config.command_line import ScriptParser, check_new_file
 
     parser = ScriptParser(__doc__, options=())
     parser.prog = f"{parser.prog} export"
@@ -52,19 +49,10 @@ def export_file(argv: list[str]) -> None:
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    arguments, rest = parser.parse(argv)
-    override(Config(), rest, sections=())  # refuses extra arguments
+    arguments, _ = parser.parse(argv)
     is_folder = arguments.format == "diffusers"
-    if is_folder and arguments.overwrite:
-        raise option_error(
-            "--overwrite", True, "replaces only files; leave it out and choose a folder that does not exist"
-        )
-    if is_folder and arguments.out.suffix == ".safetensors":
-        raise option_error("OUT", str(arguments.out), "must be the name of a folder with --format diffusers")
-    if not is_folder and (arguments.out.suffix != ".safetensors" or arguments.out.is_dir()):
-        raise option_error("OUT", str(arguments.out), "must be a file that ends in .safetensors")
-    if not is_folder and arguments.out.exists() and not arguments.overwrite:
-        raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
+    if not is_folder:
+        check_new_file(arguments.out, overwrite=arguments.overwrite)
 
     from torchditan.run.progress import report_progress
     from torchditan.weights.opening import open_model
@@ -171,10 +159,7 @@ def import_file(argv: list[str]) -> None:
 
 
 def refit_time_of_file(argv: list[str]) -> None:
-    from torchditan.config.command_line import ScriptParser
-    from torchditan.config.errors import ConfigError, option_error
-    from torchditan.config.loader import override
-    from torchditan.config.options import Config
+    from torchditan.config.command_line import ScriptParser, check_new_file
 
     parser = ScriptParser(__doc__, options=())
     parser.prog = f"{parser.prog} refit_time"
@@ -184,13 +169,9 @@ def refit_time_of_file(argv: list[str]) -> None:
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--without_data", action="store_true", help="do not measure the loss before and after")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    arguments, rest = parser.parse(argv)
-    override(Config(), rest, sections=())  # refuses extra arguments
+    arguments, _ = parser.parse(argv)
     out = arguments.out
-    if out.suffix != ".safetensors" or out.is_dir():
-        raise option_error("OUT", str(out), "must be a file that ends in .safetensors")
-    if out.exists() and not arguments.overwrite:
-        raise ConfigError(f"{out} exists; choose another name, or replace it with --overwrite")
+    check_new_file(out, overwrite=arguments.overwrite)
     from torchditan.weights.refit_time import refit_time
 
     with_data = not arguments.without_data

@@ -14,10 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from torchditan.config.command_line import ScriptParser
-    from torchditan.config.errors import ConfigError, option_error
-    from torchditan.config.loader import override
-    from torchditan.config.options import Config
+    from torchditan.config.command_line import ScriptParser, check_new_file
 
     parser = ScriptParser(__doc__, options=())
     parser.add_argument("run", type=Path, help="run directory of a LoRA, such as outputs/flux_schnell_lora")
@@ -27,12 +24,8 @@ def main() -> None:
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    args, rest = parser.parse(sys.argv[1:])
-    override(Config(), rest, sections=())  # refuses extra arguments
-    if args.out.suffix != ".safetensors" or args.out.is_dir():
-        raise option_error("OUT", str(args.out), "must be a file that ends in .safetensors")
-    if args.out.exists() and not args.overwrite:
-        raise ConfigError(f"{args.out} exists; choose another name, or replace it with --overwrite")
+    args, _ = parser.parse(sys.argv[1:])
+    check_new_file(args.out, overwrite=args.overwrite)
 
     import torch
 

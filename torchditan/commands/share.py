@@ -46,9 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--note", metavar="TEXT", help="a sentence for the card")
     parser.add_argument("--without_samples", action="store_true", help="draw no samples.png")
     parser.add_argument("--overwrite", action="store_true", help="replace a folder that this command wrote")
-    arguments, rest = parser.parse(argv)
-    for word in rest:
-        raise option_error("FOLDER", word, "is one argument too many; must be RUN FOLDER")
+    arguments, _ = parser.parse(argv)
     check_address(arguments.source)
     if arguments.push is not None:
         check_upload(arguments.push)

@@ -39,6 +39,8 @@ class ScriptParser(argparse.ArgumentParser):
                 hint = self._configuration_flag(name) or did_you_mean(name, own)
                 hint = hint or f"; must be one of {', '.join([*own, *self._shown])}"
                 raise ConfigError(f"{name} is not an option here{hint}")
+        if flags and not self._prefixes:
+            raise ConfigError(f"{flags[0]} is one argument too many; see --help")
         return arguments, flags
 
     def _configuration_flag(self, name: str) -> str:
@@ -103,6 +105,18 @@ def check_output(option: str, path: Path) -> None:
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
         raise option_error(option, str(path), "must be a file in a writable folder")
+
+
+def check_new_file(path: Path, *, overwrite: bool) -> None:
+    """Check, before any work, that a .safetensors file may be written here.
+
+    Raises:
+        ConfigError: it has another ending, or exists without `--overwrite`.
+    """
+    if path.suffix != ".safetensors" or path.is_dir():
+        raise option_error("OUT", str(path), "must be a file that ends in .safetensors")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} exists; choose another name, or replace it with --overwrite")
 
 
 def count(text: str) -> int:

@@ -196,8 +196,7 @@ def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: boo
             right = f"must name the autoencoder that encodes images to these {channels} channels (docs/data.md)"
             raise option_error("--autoencoder.name", None, right)
         section = dataclasses.replace(section, name=_DEFAULT_AUTOENCODER, sample_posterior=not is_stored)
-    assert section.name is not None
-    section, entry = dataclasses.replace(section, online=not is_stored), PUBLISHED.get(section.name)
+    section, entry = dataclasses.replace(section, online=not is_stored), PUBLISHED.get(section.name or "")
     if entry is not None and section.path is None and entry.latent_channels == channels:
         return dataclasses.replace(section, downsampling=entry.downsampling)
     if entry is not None and entry.latent_channels != channels:

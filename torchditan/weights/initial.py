@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +17,10 @@ from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
-from torchditan.distributed.process_group import raise_on_all_ranks
+from torchditan.distributed.process_group import from_rank_0, raise_on_all_ranks
 from torchditan.finetune.lora import start_from
 from torchditan.finetune.lora_file import is_lora, stated_model
 from torchditan.models.saved_weights import OPTIONAL, saved_weights
-from torchditan.registry import FAMILIES
 from torchditan.weights.opening import HOW_TO_IMPORT, Weights, open_weights
 from torchditan.weights.shared import is_shared
 
@@ -40,32 +41,35 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     Raises:
         ConfigError: there are no weights, or they do not match this model.
     """
-    found: list[Any] = [None]
-    mistake: ConfigError | None = None
-    try:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            found = [open_weights(path)]
-    except ConfigError as error:
-        right = str(error).removeprefix(f"{Path(path)} ")
-        mistake = option_error("checkpoint.initial_load_path", path, right)
-    _raise_on_all_ranks(mistake)
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    weights: Weights = found[0]
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with _on_all_ranks(path):
+        opened = open_weights(path) if is_first else None
+    weights: Weights = from_rank_0(opened)
     if is_shared(path) and not weights.path.exists():  # downloaded by rank 0 on another machine
         weights = open_weights(path)
-    differing = _other_options(weights, config)
+    differing = (
+        [] if weights.config is None else differences(_model_options(weights.config), _model_options(to_dict(config)))
+    )
+    with _on_all_ranks(path):  # a rank may be the only one that reads a damaged tensor
+        fill = _fill_lora if config.lora.rank else _fill_all
+        notes = fill(model, weights, config, differing)
+    step = "" if weights.step is None else f", step {weights.step} ({weights.kind})"
+    return "; ".join([f"weights of {path}{step}", *notes, *differing])
+
+
+@contextmanager
+def _on_all_ranks(path: str) -> Iterator[None]:
+    """Raise the error of any rank on all ranks, with the name of the option."""
+    mistake = None
     try:
-        if config.lora.rank or is_lora(weights.shapes):
-            notes = _fill_lora(model, weights, config)
-        else:
-            notes = _fill_all(model, weights, config, differing)
+        yield
     except ConfigError as error:
         right = str(error).removeprefix(f"{Path(path)} ")
         mistake = option_error("checkpoint.initial_load_path", path, right)
-    _raise_on_all_ranks(mistake)  # a rank may be the only one that reads a damaged tensor
-    step = "" if weights.step is None else f", step {weights.step} ({weights.kind})"
-    return "; ".join([f"weights of {path}{step}", *notes, *differing])
+    if dist.is_initialized():
+        raise_on_all_ranks(mistake)
+    elif mistake is not None:
+        raise mistake
 
 
 def identity_of(path: str) -> str | None:
@@ -83,8 +87,9 @@ def identity_of(path: str) -> str | None:
 
 def _fill_all(model: nn.Module, weights: Weights, config: Config, differing: list[str]) -> list[str]:
     """Load all weights of a model. Returns what to say about new ones."""
-    refuse_unknown_convention(weights, config)
-    refuse_other_time(weights, config)
+    if is_lora(weights.shapes):
+        raise ConfigError(f"{weights.path} is a LoRA, and this run trains all weights; train a LoRA with --lora.rank")
+    _check_convention(weights, config)
     weights.check(model, are_initial=True, differing_options=differing)
     weights.fill(model)
     missing = [name for name in saved_weights(model).keys() - weights.shapes.keys() if name.startswith(OPTIONAL)]
@@ -92,13 +97,11 @@ def _fill_all(model: nn.Module, weights: Weights, config: Config, differing: lis
     return [f"new {', '.join(new)}"] if new else []
 
 
-def _fill_lora(model: nn.Module, weights: Weights, config: Config) -> list[str]:
+def _fill_lora(model: nn.Module, weights: Weights, config: Config, differing: list[str]) -> list[str]:
     """Start the LoRA of a new run from another one. Returns what to say about layers without weights.
 
     The base is the published model in both, so that time and prediction are known.
     """
-    if not config.lora.rank:
-        raise ConfigError(f"{weights.path} is a LoRA, and this run trains all weights; train a LoRA with --lora.rank")
     if not is_lora(weights.shapes):
         right = "give them as --model.path (torchditan export RUN FOLDER --format diffusers)"
         raise ConfigError(f"{weights.path} has all weights of a model, and this run trains a LoRA; {right}")
@@ -106,10 +109,10 @@ def _fill_lora(model: nn.Module, weights: Weights, config: Config) -> list[str]:
     if weights.config is None:
         alpha, there = None, stated_model(weights.path)
     else:
-        source, options = {name: weights.tensor(name) for name in weights.shapes}, from_dict(weights.config)
+        source, options = weights.tensors(), from_dict(weights.config)
         alpha, there = options.lora.alpha, options.model.name
-    here = config.model.name
-    if there in FAMILIES and there != here:
+    if there not in (None, config.model.name):
+        here = config.model.name
         raise ConfigError(f"{weights.path} is a LoRA for another model: model.name was {there}, and is {here} here")
     lora, published = config.lora, cast(Any, model)
     started, layers = start_from(
@@ -124,41 +127,21 @@ def _fill_lora(model: nn.Module, weights: Weights, config: Config) -> list[str]:
     return [f"{layers - started} of {layers} layers are not in it and start at zero"] if started < layers else []
 
 
-def _raise_on_all_ranks(error: ConfigError | None) -> None:
-    if dist.is_initialized():
-        raise_on_all_ranks(error)
-    elif error is not None:
-        raise error
-
-
-def refuse_unknown_convention(weights: Weights, config: Config) -> None:
-    """Refuse weights with unknown time and prediction: names and shapes do not determine them.
+def _check_convention(weights: Weights, config: Config) -> None:
+    """Refuse weights whose time or prediction is unknown or another one: names and shapes do not show it.
 
     Raises:
-        ConfigError: neither a configuration nor the user states them.
+        ConfigError: neither a configuration nor the user states them, or the embedding of t has another scale.
     """
-    if weights.config is not None or config.checkpoint.initial_load_convention is not None:
-        return
-    unknown = f"{weights.path} has no TorchDiTan configuration, so its time and its prediction are unknown"
-    if config.model.name in FAMILIES:
-        raise ConfigError(
-            f"{unknown}; give published weights as --model.path, or add --checkpoint.initial_load_convention "
-            f"torchditan if this project trained them as {config.model.name}"
-        )
-    raise ConfigError(
-        f"{unknown}; add --checkpoint.initial_load_convention torchditan if t = 0 is noise and t = 1 is data (times "
-        "1000 in its embedding) and it predicts the velocity data - noise. Others differ: SiT and LightningDiT "
-        f"(unscaled time), REPA (t = 1 is noise), DiT and other DDPMs (predict noise); {HOW_TO_IMPORT}"
-    )
-
-
-def refuse_other_time(weights: Weights, config: Config) -> None:
-    """Refuse weights whose embedding of t has another scale: the model would see other times.
-
-    Raises:
-        ConfigError: the two scales differ.
-    """
-    if weights.config is None or config.model.name in FAMILIES:
+    if weights.config is None:
+        if config.checkpoint.initial_load_convention is None:
+            raise ConfigError(
+                f"{weights.path} has no TorchDiTan configuration, so its time and its prediction are unknown; give "
+                "published weights as --model.path, or add --checkpoint.initial_load_convention torchditan if t = 0 is "
+                "noise and t = 1 is data (times 1000 in its embedding) and it predicts the velocity data - noise. "
+                "Others differ: SiT and LightningDiT (unscaled time), REPA (t = 1 is noise), DiT and other DDPMs "
+                f"(predict noise); {HOW_TO_IMPORT}"
+            )
         return
     here = config.model.timestep_scale
     there = weights.config.get("model", {}).get("timestep_scale", here)
@@ -168,14 +151,6 @@ def refuse_other_time(weights: Weights, config: Config) -> None:
             path = shlex.quote(str(weights.path))
             right = f"refit them first: torchditan refit_time {path} FILE.safetensors"
         raise ConfigError(f"{weights.path} has model.timestep_scale {there:g}, and this run {here:g}; {right}")
-
-
-def _other_options(weights: Weights, config: Config) -> list[str]:
-    """Options of the model and of its prediction that differ between the weights and this run."""
-    if weights.config is None:
-        return []
-    here = to_dict(config)
-    return differences(_model_options(weights.config), _model_options(here))
 
 
 def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:

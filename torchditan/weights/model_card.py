@@ -156,7 +156,7 @@ def _evaluation_of(weights: Weights) -> Card | None:
 
 def _training(weights: Weights, public: Mapping[str, Any]) -> str:
     metrics = [] if weights.run is None else read_metrics(weights.run)
-    last = next((record for record in reversed(metrics) if record["step"] <= (weights.step or 0)), {})
+    last: dict[str, Any] = next((record for record in reversed(metrics) if record["step"] <= (weights.step or 0)), {})
     seconds, hardware = last.get("elapsed_s"), public["hardware"]
     devices = hardware.get("device_count") or 1
     rate, speed = last.get("tflops_per_device"), last.get("images_per_second")
