@@ -16,25 +16,16 @@ import pytest
 from ledger_rows import Row, row
 from refusals import assert_refused
 from scipy.stats import ttest_rel
-from test_analysis import section, write_grid, write_losses
+from test_analysis import analyse, compiling, section, write_grid, write_losses
 
 from torchditan.ablation.grid import COMPILE
-from torchditan.report.effects import MEMORY, PER_DEVICE, THROUGHPUT
-from torchditan.report.grid_page import Analysis, analyse, grid_page
-from torchditan.report.grid_results import read_grids
-from torchditan.report.losses import final_losses, loss_curves
-from torchditan.report.page import Table, html_of
-from torchditan.report.plots import PALETTE, axes_figure, loss_figure, verdict_figure
-from torchditan.report.verdicts import (
-    LEVEL,
-    holm,
-    judge,
-    paired_tests,
-    seeds_needed,
-    summary,
-    verdict_text,
-    verdicts_csv,
-)
+from torchditan.report.data import Data
+from torchditan.report.effects import MEMORY, THROUGHPUT
+from torchditan.report.figures import PALETTE
+from torchditan.report.grids import read_grids
+from torchditan.report.page import csv_of
+from torchditan.report.report import page_of
+from torchditan.report.verdicts import LEVEL, holm, judge, paired_tests, seeds_needed, summary, verdict_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +44,7 @@ def cell(mlp: str, norm: bool, seed: int, **values: Any) -> Row:
     return entry
 
 
-def analysis_of(folder: Path, rows: Iterable[Row], *, figures: list[str] | None = None) -> Analysis:
+def analysis_of(folder: Path, rows: Iterable[Row], *, figures: list[str] | None = None) -> Data:
     return analyse([write_grid(folder / "grid", rows, axes=(MLP, NORM, SEED))], figures=figures)
 
 
@@ -166,19 +157,18 @@ def test_known_effects_are_found_in_their_direction(tmp_path: Path) -> None:
     assert (verdict.from_value, verdict.to_value, verdict.seeds) == ("gelu", "swiglu", "0 1 2 3")
     assert verdict.difference == pytest.approx(-3, abs=0.2) and verdict.num_comparisons == 8
     assert verdict.half_width < 1, "the seeds' own spread cancels in pairs"
-    assert dict(verdict.others)[NORM] == "false"
+    assert verdict.change == "model.mlp: gelu → swiglu" and found["with"].iloc[0] == "model.qk_norm false"
 
 
 def test_verdicts_are_those_of_the_tests(tmp_path: Path) -> None:
     """Against scipy, and Holm's procedure, on differences made here."""
     rows = square(3, **{FD: swiglu_helps, RECALL: swiglu_hurts})
-    values = {(entry[MLP], entry[NORM], entry[SEED], name): entry[name] for entry in rows for name in (FD, RECALL)}
+    by_run = {(entry["run_name"], entry[SEED]): entry for entry in rows}
     found = analysis_of(tmp_path, rows).verdicts
     p = []
     for verdict in found.itertuples():
-        sides = ({**dict(verdict.others), verdict.axis: value} for value in (verdict.from_value, verdict.to_value))
-        keys = [(side[MLP], side[NORM] == "true") for side in sides]
-        before, after = ([values[(*key, seed, verdict.figure)] for seed in range(3)] for key in keys)
+        names = [run.replace("seed-0,1,2", "seed-{}") for run in (verdict.from_run, verdict.to_run)]
+        before, after = ([by_run[name.format(seed), seed][verdict.figure] for seed in range(3)] for name in names)
         p.append(ttest_rel(after, before).pvalue)
         assert (verdict.before, verdict.after) == (pytest.approx(np.mean(before)), pytest.approx(np.mean(after)))
     assert found["p"].tolist() == pytest.approx(p)
@@ -192,7 +182,7 @@ def test_one_seed_gives_no_verdict_however_large_the_difference(tmp_path: Path) 
     assert summary(analysis.verdicts) == "One seed: no verdict."
     text = verdict_text(analysis.verdicts)
     assert text.count("one seed: no verdict") == 4 and "at most 5%" not in text
-    assert "training seeds, averaged" not in html_of(grid_page(analysis))
+    assert "training seeds, averaged" not in page_of(analysis).html
 
 
 def test_a_seed_that_one_side_lacks_is_left_out_and_named(tmp_path: Path) -> None:
@@ -329,92 +319,40 @@ def speeds(num_seeds: int = 3) -> list[Row]:
 
 def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     analysis = analyse([write_grid(tmp_path / "grid", speeds(), axes=(SEED,))])
-    results = analysis.results
+    results = analysis.grids
     assert (results.effects, results.seeds, len(results.cells)) == ([COMPILE], ["0", "1", "2"], 4)
     assert SEED not in results.axes and SEED not in results.varied
     first = results.cells.iloc[0]
     assert (first["num_seeds"], first[THROUGHPUT.column], first[MEMORY.column]) == (3, 110, 11)
     assert first[f"{THROUGHPUT.column}_half"] == pytest.approx(4.303 * 10 / math.sqrt(3), rel=1e-3)
     assert first["run_name"] == "bs4_cFalse_seed-0,1,2"
-    (compiling,) = analysis.effects.same_batch
-    change = compiling.change(THROUGHPUT)
-    assert change[:2] == (2, pytest.approx(50)), "two batches, whatever the number of seeds"
-    assert change.noise == pytest.approx(100 * math.sqrt(2) * 4.303 * 10 / math.sqrt(3) / 110, rel=1e-3)
-    (table,) = section(analysis, "The fastest runs").blocks
-    assert isinstance(table, Table)
+    found = compiling(analysis)
+    assert (found.num_pairs, found.median_percent) == (2, pytest.approx(50)), (
+        "two batches, whatever the number of seeds"
+    )
+    assert found.noise_percent == pytest.approx(100 * math.sqrt(2) * 4.303 * 10 / math.sqrt(3) / 110, rel=1e-3)
+    *_, table = section(page_of(analysis), "Throughput and memory").blocks
     assert "165 ± 37" in table.frame.iloc[0].tolist()
-    assert "3 training seeds, averaged: 0, 1, 2." in html_of(grid_page(analysis))
+    assert "3 training seeds, averaged: 0, 1, 2." in page_of(analysis).html
 
 
 def test_every_seed_has_the_same_weight(tmp_path: Path) -> None:
     repeated = [entry | {"repeat": 2, "images_per_second_mean": 200.0} for entry in speeds() if entry[SEED] == 0]
-    cells = analyse([write_grid(tmp_path / "grid", [*speeds(), *repeated], axes=(SEED,))]).results.cells
+    cells = analyse([write_grid(tmp_path / "grid", [*speeds(), *repeated], axes=(SEED,))]).grids.cells
     assert cells[THROUGHPUT.column].iloc[0] == pytest.approx((150 + 110 + 120) / 3)
     assert cells["num_repeats"].iloc[0] == 4
 
 
-def bars_of(figure: Any) -> list[Any]:
-    """The error bars of the first panel of `axes_figure`: its last collection. A missing one has no points."""
-    return [bar for bar in figure.axes[0].collections[-1].get_segments() if len(bar)]
-
-
-def test_plots_have_bars_and_bands_with_several_seeds_only(tmp_path: Path) -> None:
-    for num_seeds in (3, 1):
-        folder = write_grid(tmp_path / str(num_seeds), speeds(num_seeds), axes=(SEED,))
-        for entry in speeds(num_seeds):
-            write_losses(folder, entry, [10 + entry["loss_mean"]] * 250)
-        analysis = analyse([folder])
-        assert len(bars_of(axes_figure(analysis.results, PER_DEVICE, "images/s"))) == (4 if num_seeds > 1 else 0)
-        curves = loss_curves(analysis.results)
-        assert len(curves) == 4 and len(curves[0].losses) == len(curves[0].steps) == 84
-        assert len(loss_figure(curves).axes[0].collections) == (4 if num_seeds > 1 else 0)
-        if num_seeds > 1:
-            assert (curves[0].losses[0], curves[0].half_widths[0]) == (
-                12,
-                pytest.approx(4.303 / math.sqrt(3), rel=1e-3),
-            )
-
-
-def test_an_interval_that_covers_impossible_values_is_not_shown(tmp_path: Path) -> None:
-    """Two seeds whose speeds differ by a factor of 4: 100 to 400 images/s would be 250 ± 1906."""
-    rows = speeds(2)
-    for entry in rows:
-        if entry[SEED] == 1:
-            entry |= {"images_per_second_mean": 400.0, "images_per_second_per_device_mean": 400.0}
-    rows = [entry | {"loss_mean": 1.0 + 2 * entry[SEED]} for entry in rows]
-    analysis = analyse([write_grid(tmp_path / "grid", rows, axes=(SEED,))])
-    assert bars_of(axes_figure(analysis.results, PER_DEVICE, "images/s")) == []
-    assert "(2 seeds: too few runs)" in html_of(grid_page(analysis))
-    assert final_losses(analysis.results) == {
-        name: {"bfloat16": "2.000 (2 seeds: too few runs)"} for name in ("baseline", "batch per device 8")
-    }
-    assert f"| {analysis.verdicts['time_ratio'][0]:.2f} (too few runs) " in verdict_text(analysis.verdicts)
-
-
-def test_an_interval_of_a_difference_stays_within_the_values_of_its_figure(tmp_path: Path) -> None:
-    def spread(mlp: str, norm: bool, seed: int) -> float:
-        return 1.0 + 0.5 * seed * (mlp == "swiglu")  # 0 and 0.5: 0.25 ± 3.2
-
-    def kid(mlp: str, norm: bool, seed: int) -> float:
-        return spread(mlp, norm, seed) / 1000
-
-    analysis = analysis_of(tmp_path, square(2, **{FD: spread, "KID-EffNetLite0": kid}))
-    (wide, *_), (negative, *_) = (find(analysis.verdicts, MLP, figure) for figure in (FD, "KID-EffNetLite0"))
-    assert not wide.has_interval and negative.has_interval, "an estimate of KID can be negative"
-    rows = [line for line in verdict_text(analysis.verdicts).splitlines() if "model.mlp: gelu" in line and FD in line]
-    assert len(rows) == 2 and all("| too few runs" in line for line in rows)
-    assert b",-2.92655,3.42655," in verdicts_csv(analysis.verdicts), "the file has the numbers all the same"
-
-
-def test_a_run_that_diverged_keeps_its_own_curve(tmp_path: Path) -> None:
+def test_curves_are_means_over_seeds_and_a_run_that_diverged_keeps_its_own(tmp_path: Path) -> None:
     rows = [entry for entry in speeds() if entry["run_name"].startswith("bs4_cFalse")]
     rows[2]["status"] = "error"
     folder = write_grid(tmp_path / "grid", rows, axes=(SEED,))
     for entry in rows:
         write_losses(folder, entry, [entry["loss_mean"]] * 250)
-    averaged, failed = loss_curves(analyse([folder]).results)
-    assert (averaged.losses[0], averaged.run_name) == (1.5, "bs4_cFalse_seed-0 and 1 more seed")
-    assert (failed.status, failed.losses[0], failed.half_widths) == ("error", 3, [])
+    averaged, failed = analyse([folder]).curves("loss")
+    assert averaged.values.iloc[0] == 1.5
+    assert averaged.half_widths.iloc[0] == pytest.approx(12.706 * 0.5, rel=1e-3)
+    assert (failed.has_failed, failed.values.iloc[0], failed.half_widths) == (True, 3, None)
 
 
 # The report and the command
@@ -467,20 +405,20 @@ def test_two_grids_are_corrected_each_for_itself(tmp_path: Path) -> None:
 
 
 def test_the_figure_shows_each_interval_in_its_colour(tmp_path: Path) -> None:
-    found = analysis_of(tmp_path, square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})).verdicts
-    figure = verdict_figure(found)
+    analysis = analysis_of(tmp_path, square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts}))
+    found, plot = analysis.verdicts, section(page_of(analysis), "Verdicts on quality").blocks[0]
     ends = set(zip(found["verdict"], found["low"].round(9), found["high"].round(9), strict=True))
     words = {PALETTE[0]: "better", PALETTE[1]: "worse", PALETTE[7]: "inconclusive"}
     shown = set()
-    for panel in figure.axes:
+    for panel in plot.figure.axes:
         for bar in panel.containers:
             (segment,) = bar.lines[2][0].get_segments()
             shown.add((words[bar.lines[0].get_color()], round(segment[0, 0], 9), round(segment[1, 0], 9)))
     assert shown == ends
-    assert [text.get_text() for text in figure.legends[0].texts] == ["better", "worse", "inconclusive"]
+    assert [text.get_text() for text in plot.figure.legends[0].texts] == ["better", "worse", "inconclusive"]
 
 
 def test_the_same_ledger_gives_the_same_bytes(tmp_path: Path) -> None:
     rows = square(3, **{FD: swiglu_helps})
     first, second = (analysis_of(tmp_path / name, rows).verdicts for name in "ab")
-    assert verdicts_csv(first) == verdicts_csv(second) and verdict_text(first) == verdict_text(second)
+    assert csv_of(first) == csv_of(second) and verdict_text(first) == verdict_text(second)

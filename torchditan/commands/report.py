@@ -26,6 +26,7 @@ from pathlib import Path
 def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.command_line import ScriptParser
     from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.optional_libraries import import_optional
     from torchditan.run.reading import similar_folder
 
     parser = ScriptParser(__doc__, options=())
@@ -44,6 +45,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "the first of several, analysis/ or compare/ in the first grid, compare/ next to the first run)",
     )
     args, rest = parser.parse(argv)
+    for library in ("jinja2", "matplotlib", "pandas"):
+        import_optional(library, extra="analysis")
     from torchditan.report.report import is_run  # it imports torch, which --help does without
 
     args.folders += map(Path, rest)

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How reports write axes, values and numbers."""
+"""How reports write and order axes, values and numbers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchditan.ablation.grid import (
     BATCH_SIZE,
@@ -16,18 +16,14 @@ from torchditan.ablation.grid import (
     PARALLEL,
     PATCH_SIZE,
     PRECISION,
+    parallel_degrees,
 )
 from torchditan.config.errors import some
 from torchditan.evaluation.card_tables import rounded
-from torchditan.report.grid_results import parallel_mode
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 T = TypeVar("T")
 
 MINUS = "\N{MINUS SIGN}"
-TOO_FEW_RUNS = "too few runs"
 UNKNOWN = "not measured"
 _AXES = {
     COMPILE: "torch.compile",
@@ -38,19 +34,12 @@ _AXES = {
     PATCH_SIZE: "patch size",
     FLAVOR: "model",
     BATCH_SIZE: "batch per device",
-    "source": "folder",
 }
-
-
-def as_utf8(text: str) -> bytes:
-    """The bytes of a file. Halves of surrogate pairs, which JSON of strangers may have, become question marks."""
-    return text.encode("utf-8", "replace")
-
-
-def csv_of(table: pd.DataFrame) -> bytes:
-    """A CSV file with 6 significant digits; fields without a value are empty."""
-    text: str = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-    return as_utf8(text)
+_ORDER = {
+    COMPILE: ("false", "true"),
+    CHECKPOINTING: ("none", "selective", "full"),
+    PRECISION: ("float32", "float16", "bfloat16", "bfloat16_f8"),
+}
 
 
 def axis_name(axis: str) -> str:
@@ -67,10 +56,42 @@ def value_name(axis: str, value: str) -> str:
 
 
 def change_name(axis: str, start: str, end: str) -> str:
-    """`torch.compile: off → on`; for folders, the one that is compared with the first."""
+    """`torch.compile: off → on`, or `a100 against a40` for two sources."""
     if axis == "source":
-        return end
+        return f"{end} against {start}"
     return f"{axis_name(axis)}: {value_name(axis, start)} → {value_name(axis, end)}"
+
+
+def ordered_values(axis: str, values: Iterable[str]) -> list[str]:
+    """Values of an axis from the baseline to the alternative.
+
+    Known words have a fixed order, numbers ascend, and meshes go from most to least sharded. Others keep their order.
+    """
+    found = list(dict.fromkeys(values))
+    known = _ORDER.get(axis, ())
+    if axis == PARALLEL:
+        return sorted(found, key=_mesh_order)
+    if all(value in known for value in found):
+        return sorted(found, key=known.index)
+    try:
+        return sorted(found, key=float)
+    except ValueError:
+        return found
+
+
+def _mesh_order(value: str) -> tuple[int, int]:
+    replicate, shard = parallel_degrees(value)
+    return replicate * shard, -shard
+
+
+def parallel_mode(value: str) -> str:
+    """Name of a `replicate,shard` mesh."""
+    replicate, shard = parallel_degrees(value)
+    if replicate * shard == 1:
+        return "one device"
+    if replicate == 1:
+        return "FSDP"
+    return "DDP" if shard == 1 else "HSDP"
 
 
 def percent(value: float) -> str:
@@ -93,12 +114,10 @@ def ratio_text(value: float) -> str:
     return f"{value:.2f}" if value < 10 else number(value)
 
 
-def mean_with_interval(mean: float, half_width: float, num_seeds: int) -> str:
-    """`165 ± 37`. An interval as wide as the value covers impossible values: a note replaces it."""
-    if num_seeds < 2 or not half_width > 0:
+def with_interval(mean: float, half_width: float) -> str:
+    """`165 ± 37`, or the mean alone without an interval."""
+    if not half_width > 0:
         return number(mean, 4)
-    if half_width >= abs(mean):
-        return f"{number(mean, 4)} ({num_seeds} seeds: {TOO_FEW_RUNS})"
     return f"{rounded(mean, half_width / 10)} ± {rounded(half_width, half_width / 10)}"
 
 
@@ -130,10 +149,8 @@ def commit_name(commit: str | None) -> str:
     return (commit or "")[:12] + ("-dirty" if (commit or "").endswith("-dirty") else "")
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """`3.55 s`, `12 min 5 s`, `3 h 12 min`."""
-    if seconds is None:
-        return UNKNOWN
     if seconds < 100:
         return f"{seconds:.3g} s"
     if seconds < 7200:
@@ -143,4 +160,4 @@ def duration(seconds: float | None) -> str:
 
 def setting_value(value: Any) -> str:
     """The value of an option for readers: text as it is, else JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), 300)

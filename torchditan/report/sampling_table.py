@@ -13,7 +13,7 @@ from typing import Any
 
 from torchditan.evaluation.card import Card, CardFigure
 from torchditan.evaluation.card_tables import columns, interval_notes, ordered_names, value_and_half_width
-from torchditan.report.plots import add_legend, draw, legend_entry, look_of, new_figure, styled
+from torchditan.report.figures import add_legend, encoded, look_of, new_figure, styled
 from torchditan.run.atomic_files import write_file
 
 TABLE, PLOT = "table.csv", "plot.png"
@@ -32,7 +32,7 @@ def write_table(folder: Path, points: Points, cards: Sequence[Card]) -> str:
     names = [name for name in figures if not _MINOR.match(name)]
     write_file(folder / TABLE, _csv(points, cards, figures).encode())
     if any(name in card.figures for name in names for card in cards):
-        write_file(folder / PLOT, draw(_plot(points, cards, names), "plot", "sampling options").draw_files()[PLOT])
+        write_file(folder / PLOT, encoded(_plot(points, cards, names), "png"))
     rows = [
         [
             *point.values(),
@@ -71,7 +71,7 @@ def _plot(points: Points, cards: Sequence[Card], names: Sequence[str]) -> Any:
         label = ", ".join(f"{name} {point[name]}" for name in others)
         lines.setdefault(label, []).append((values.index(point[first]), card))
     measured = [name for name in names if any(name in card.figures for card in cards)]
-    figure, panels = new_figure(len(measured), height=3.0, width=2 + 3.4 * min(3, len(measured)))
+    figure, panels = new_figure(len(measured), height=3.0)
     for panel, name in zip(panels, measured, strict=True):
         for number, line in enumerate(lines.values()):
             found = {place: _value_and_ends(card.figures[name]) for place, card in line if name in card.figures}
@@ -81,7 +81,7 @@ def _plot(points: Points, cards: Sequence[Card], names: Sequence[str]) -> Any:
         panel.set_title(name)
         panel.set_xlabel(first)
         panel.set_xticks(range(len(values)), values)
-    add_legend(figure, [legend_entry(label, **look_of(number)) for number, label in enumerate(lines)])
+    add_legend(figure, [(label, look_of(number)) for number, label in enumerate(lines)])
     return figure
 
 
