@@ -26,8 +26,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torchditan.config.errors import ConfigError, shorten
-from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
-from torchditan.distributed.torch_versions import check_torch
+from torchditan.distributed.cpu_threads import limit_spinning
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.lost_rank import LOST_RANK, exit_at_once, is_peer_failure
 from torchditan.supervision.parent_death import die_with_launcher
@@ -118,8 +117,6 @@ def _run_job(main: Callable[[], None]) -> int:
     _escape_unprintable()
     write_rank_status("running")
     try:
-        check_user_threads()
-        check_torch()
         main()
     except SystemExit as stop:
         state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"
