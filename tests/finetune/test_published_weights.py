@@ -37,7 +37,7 @@ def line_of(path: Path, name: str = "sd3") -> str:
         prediction_from(path, name)
     line = str(error.value)
     assert "\n" not in line
-    assert line.startswith("model.path = ") and path.name in line
+    assert path.name in line
     return line
 
 
@@ -189,7 +189,7 @@ def test_damaged_and_missing_files_are_refused(saved):
     weights = saved / "diffusion_pytorch_model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    assert "cannot be read" in line_of(saved)
+    assert "is truncated" in line_of(saved)
     weights.write_bytes(content)
     index = saved / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"proj_out.bias": "model-00001-of-00002.safetensors"}}))
