@@ -26,10 +26,6 @@ NOISE_TIMESTEP_DROPOUT: Mapping[str, Kind] = {"noise": "normal", "timestep": "un
 """The numbers that every objective of this package reads."""
 
 
-RESERVED_NUMBERS = ("caption", "flip", "posterior")
-"""Names whose streams the data uses."""
-
-
 class Randomness(dict[str, torch.Tensor]):
     """The random numbers of a batch by name, one row per sample, as an objective or a sample space declares them."""
 

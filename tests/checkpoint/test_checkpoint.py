@@ -78,7 +78,9 @@ def test_pinned_copies_share_no_memory_page_and_are_allocated_once(
     unpinned: list[int] = []
     monkeypatch.setattr(pin_memory_utils, "pin_memory", lambda pointer, size: pinned.update({pointer: size}))
     monkeypatch.setattr(pin_memory_utils, "unpin_memory", unpinned.append)
-    manager = make_manager(Config(checkpoint=Checkpoint(async_mode="async_with_pinned_mem")))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        manager = make_manager(Config(checkpoint=Checkpoint(async_mode="async_with_pinned_mem")))
     optimizer = manager.state.tensors["optimizer"]
     assert isinstance(optimizer, OptimizerState)
     optimizer.make()  # as the first step does; a CUDA build asks an accelerator that it has for its stream

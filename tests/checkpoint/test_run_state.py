@@ -16,7 +16,6 @@ from PIL import Image
 from pyarrow import parquet
 from torch import nn
 
-from torchditan.checkpoint.files import DamagedCheckpointError
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.run_state import (
     ModelState,
@@ -26,7 +25,6 @@ from torchditan.checkpoint.run_state import (
     make_optimizer_state,
 )
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.optim.ema import EMA
 from torchditan.run.reading import read_metrics
 from torchditan.run.training_progress import Progress
 from torchditan.trainer import Trainer
@@ -179,46 +177,6 @@ def test_a_checkpoint_from_before_a_number_was_registered_loads(
     assert code == 0, err
     assert "resumed at step 2" in out
     assert counter.count == 102
-
-
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_a_job_stores_no_number_that_older_versions_do_not_read(
-    precision: str, tmp_path: Path, run_script: RunScript
-) -> None:
-    """They read these keys, refuse others, and take 0 for those that are missing."""
-    flags = [f"--training.mixed_precision_param={precision}", "--training.steps=1"]
-    assert run_script("train.py", *SMALL, *flags).code == 0
-    stored = json.loads((tmp_path / "outputs/run/checkpoint/step-00000001/progress.json").read_text())
-    of_precision = {"loss_scale", "loss_scale_steps"} if precision == "float16" else set()
-    always = {"step", "images_seen", "elapsed_s", "position", "rollbacks", "mean_loss", "mean_loss_steps"}
-    assert stored.keys() == always | of_precision
-
-
-def test_numbers_of_another_type_are_refused() -> None:
-    state = RunState(Progress(), tensors={}, numbers=[Counter()])
-    state.check_numbers({"step": 1, "counted": 3, "of_a_later_version": 0.5})
-    with pytest.raises(DamagedCheckpointError, match=r"progress\.json has 3\.5 as counted"):
-        state.check_numbers({"step": 1, "counted": 3.5})
-
-
-def test_two_objects_do_not_store_the_same_number() -> None:
-    with pytest.raises(AssertionError, match="two registered objects store the same number"):
-        RunState(Progress(), tensors={}, numbers=[Counter(), Counter()])
-
-
-def test_what_a_run_does_not_have_is_left_out() -> None:
-    state = RunState(Progress(step=3), tensors={"ema": None}, numbers=[None], per_rank={"loader": None})
-    assert state.snapshot() == Snapshot({}, Progress(step=3).state_dict(), {})
-
-
-def test_an_average_takes_the_values_of_another_one() -> None:
-    torch.manual_seed(0)
-    here, there = (EMA(nn.Linear(2, 2), decay=0.9) for _ in range(2))
-    assert not torch.equal(here.average["weight"], there.average["weight"])
-    kept = here.average["weight"]
-    here.load_state_dict(there.state_dict())
-    assert torch.equal(here.average["weight"], there.average["weight"])
-    assert here.average["weight"] is kept
 
 
 @pytest.mark.parametrize(

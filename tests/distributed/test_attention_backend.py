@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.compiler.config as compiler_config
 import torch.nn.functional as F
-from refusals import refused
 
 from torchditan.config.loader import load_config
 from torchditan.data_stream.datasets import Batch
-from torchditan.distributed.attention_backend import BACKENDS, check_attention_backend, preferring
+from torchditan.distributed.attention_backend import BACKENDS, preferring
 from torchditan.periodic_tasks import StepResult
 from torchditan.randomness import Randomness
 from torchditan.trainer import Trainer, attention_backend
@@ -88,14 +87,6 @@ def test_a_run_on_a_gpu_leaves_out_cudnn_unless_it_is_set(backend: str, allows: 
     job.device = torch.device("cpu")
     with attention_backend(job):
         assert torch.backends.cuda.cudnn_sdp_enabled() is before
-
-
-def test_a_backend_that_computes_no_float32_is_refused_for_it() -> None:
-    flags = ["--training.attention_backend=flash", "--training.mixed_precision_param=float32"]
-    with refused('training.attention_backend = "flash"', "float32", "efficient"):
-        check_attention_backend(load_config(flags).training, device=torch.device("cuda"))
-    check_attention_backend(load_config(flags).training, device=torch.device("cpu"))
-    check_attention_backend(load_config(flags[:1]).training, device=torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -14,10 +14,10 @@ import torch.multiprocessing as mp
 from refusals import refused
 
 from torchditan.config.loader import load_config
+from torchditan.config.options import Compile
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.compilation import compile_model
 from torchditan.distributed.context_parallel import split_tokens, split_tokens_over_ranks
-from torchditan.distributed.parallelize import CompileOptions
 from torchditan.models.dit import Block, DiT, DiTConfig
 from torchditan.planner.trace import DeviceKernels
 from torchditan.registry import BLOCKS
@@ -113,7 +113,7 @@ def test_a_block_with_its_exchanges_compiles_into_one_graph() -> None:
     expected = outputs_and_gradients(random_model({}))
     model = random_model({})
     split_tokens_over_ranks(model, degree=1, timeout_seconds=60)
-    compile_model(model, blocks=model.blocks, options=CompileOptions(backend="aot_eager"))  # fullgraph
+    compile_model(model, blocks=model.blocks, options=Compile(backend="aot_eager"))  # fullgraph
     found = outputs_and_gradients(model)
     for key, value in found.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9)

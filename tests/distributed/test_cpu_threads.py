@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from torchditan.config.errors import ConfigError
 from torchditan.distributed import cpu_threads
-from torchditan.distributed.cpu_threads import check_user_threads, cores_per_rank, cpu_quota, num_cores
+from torchditan.distributed.cpu_threads import cores_per_rank, cpu_quota, num_cores
 from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:
@@ -153,16 +152,6 @@ def test_a_large_block_that_was_freed_is_used_again() -> None:
     """)
     path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **path, "CUDA_VISIBLE_DEVICES": ""}, check=True)
-
-
-@pytest.mark.parametrize("given", ["abc", "0", ""])
-def test_a_number_of_threads_that_openmp_would_ignore_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
-    with pytest.raises(ConfigError, match=f'OMP_NUM_THREADS = "{given}": must be an integer of at least 1'):
-        check_user_threads()
-    for right in ("1", " 08 ", "4,2"):
-        monkeypatch.setenv("OMP_NUM_THREADS", right)
-        check_user_threads()
 
 
 def test_a_resume_keeps_the_number_of_its_run(

@@ -16,9 +16,8 @@ from tiny_runs import KEEP
 
 from torchditan import load
 from torchditan.config.errors import ConfigError
-from torchditan.config.options import Float8, Training
+from torchditan.config.options import Float8
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.distributed.attention_backend import check_attention_backend
 from torchditan.distributed.float8 import check_float8
 from torchditan.distributed.precision import precision_for
 from torchditan.distributed.process_group import Rank, check_devices
@@ -158,11 +157,6 @@ def test_float8_needs_an_amd_gpu_that_multiplies_in_it(monkeypatch: pytest.Monke
         check_float8(config, device=CUDA)
 
 
-def test_amd_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(attention_backend="cudnn", mixed_precision_param="bfloat16")
-    check_attention_backend(training, device=CUDA)
+def test_amd_multiplies_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     amd(monkeypatch, "gfx942")
-    with pytest.raises(ConfigError, match="must be flash, efficient"):
-        check_attention_backend(training, device=CUDA)
-    check_attention_backend(Training(attention_backend="flash"), device=CUDA)
     assert precision_for(CUDA) == "bfloat16"

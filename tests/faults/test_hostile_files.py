@@ -28,7 +28,6 @@ import torch
 from PIL import EpsImagePlugin
 from pyarrow import parquet
 from refusals import refused
-from torch import nn
 
 from torchditan import load
 from torchditan.ablation.grid import load_grid
@@ -40,7 +39,6 @@ from torchditan.config.prompts import read_prompts
 from torchditan.datasets import build_dataset
 from torchditan.evaluation.card import read_card
 from torchditan.evaluation.sample_batches import read_statistics
-from torchditan.finetune.lora import load_assistant
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.weights.importing import import_weights
 
@@ -96,12 +94,6 @@ def write_statistics(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name in ("extractor", "count", "mu", "sigma"):
             archive.writestr(f"{name}.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(64))
-
-
-def write_adapter(path: Path) -> None:
-    """Metadata that nests beyond measure."""
-    header = json.dumps({"__metadata__": {"lora_adapter_metadata": DEEP.decode()}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
 
 
 class Hostile(NamedTuple):
@@ -165,12 +157,6 @@ FILES = {
         ("execute code",),
     ),
     "exported weights": Hostile("a.safetensors", TORCH_PICKLE, lambda: load("a.safetensors"), "a.safetensors"),
-    "lora": Hostile(
-        "lora.safetensors",
-        write_adapter,
-        lambda: load_assistant(nn.Linear(2, 2), Path("lora.safetensors")),
-        'lora.assistant_path = "lora.safetensors"',
-    ),
     "run": Hostile("run/config.json", DEEP, lambda: load("run"), "run/config.json"),
     "card": Hostile("card.json", DEEP, lambda: read_card("card.json"), "card.json"),
     "configuration": Hostile(

@@ -259,12 +259,6 @@ def test_a_write_that_fails_beside_the_training_ends_the_run_where_it_waits(
     assert "RuntimeError: a defect of ours" in err
 
 
-def test_pinned_memory_without_a_gpu_is_refused(run_script: RunScript) -> None:
-    code, _, err = run_script("train.py", *ONE_RUN, "--checkpoint.async_mode=async_with_pinned_mem")
-    assert code == 2
-    assert_refused(err, 'checkpoint.async_mode = "async_with_pinned_mem"', ["GPU", "disabled or async"])
-
-
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return limit_writes(monkeypatch)

@@ -37,7 +37,6 @@ from torchditan.finetune.captions.encode import find_text_encoder
 from torchditan.finetune.captions.tokens import describe_tokens
 from torchditan.models.spec import TensorSpec, TextEmbeddings
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.run.tensor_cache import hash_of
 from torchditan.weights.trained_model import load
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def test_the_stream_draws_captions_by_weight_from_seed_and_position(tmp_path: Pa
     several, one = {"text": texts, "weights": [6, 3, 1]}, {"text": "a cat"}
     config = load_config(flags_for(write(tmp_path / "data", {"a.png": several, "b.png": one})))
     dataset = opened(config)
-    stored = {text: dataset.texts[hash_of(text)]["prompt_embeds"] for text in (*texts, "a cat")}
+    stored = {text: dataset.embed(text)["prompt_embeds"] for text in (*texts, "a cat")}
 
     def drawn(index: int, position: int, seed: int = 0) -> str:
         found = dataset.vary(dataset[index], index, seed=seed, position=position)["prompt_embeds"]
@@ -160,11 +159,6 @@ def test_the_line_is_the_same_with_a_full_cache(tmp_path: Path, capsys: pytest.C
     encode_prompts(config, ["a very long prompt"], rank=ALONE)
     found = capsys.readouterr()
     assert "text encoder" not in found.out and "1 of 2 prompts cut" in found.err
-
-
-def test_a_prompt_with_half_of_a_character_is_refused(tmp_path: Path) -> None:
-    with refused("sampling.prompts", "Unicode"):
-        encode_prompts(load_config([f"--cache.folder={tmp_path}"]), ["half \ud83d"], rank=ALONE)
 
 
 def test_a_negative_prompt_replaces_the_null_condition_of_sampling_alone(tmp_path: Path, run_script: RunScript) -> None:

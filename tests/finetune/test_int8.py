@@ -44,7 +44,7 @@ def test_a_row_of_zeros_stays_one() -> None:
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_forward_and_backward_are_those_of_the_dequantised_layer(dtype: torch.dtype, bias: bool) -> None:
     linear = nn.Linear(64, 48, bias=bias, dtype=dtype)
-    layer = Int8Linear.from_linear(linear)
+    layer = Int8Linear(linear)
     with torch.no_grad():
         linear.weight.copy_((layer.weight * layer.scale[:, None]).to(dtype))
     x = torch.randn(2, 3, 64, dtype=dtype)
@@ -59,7 +59,7 @@ def test_forward_and_backward_are_those_of_the_dequantised_layer(dtype: torch.dt
 
 
 def test_nothing_of_the_size_of_a_float_weight_is_saved_for_backward() -> None:
-    layer = Int8Linear.from_linear(nn.Linear(64, 48))
+    layer = Int8Linear(nn.Linear(64, 48))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         layer(torch.randn(2, 64, requires_grad=True))
@@ -163,7 +163,7 @@ def test_recomputed_activations_change_no_gradient(mode: str) -> None:
 
 def test_a_weight_that_was_gathered_in_the_precision_of_the_run_gives_the_same() -> None:
     """What FSDP of torch 2.11 does with int8, and every FSDP with the scales."""
-    layer = Int8Linear.from_linear(nn.Linear(64, 48))
+    layer = Int8Linear(nn.Linear(64, 48))
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     gathered = {name: parameter.to(torch.bfloat16) for name, parameter in layer.named_parameters()}
     assert torch.equal(torch.func.functional_call(layer, gathered, (x,)), layer(x))

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from debugmodels import MODELS, built, inputs_of, spec_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.config.options import Compile
+from torchditan.distributed.parallelize import parallelize
 from torchditan.finetune.published import PublishedModel
 
 pytest.importorskip("diffusers")
@@ -75,7 +76,7 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
     options = {"param_dtype": torch.bfloat16, "activation_checkpoint": "full"}
     backend = "aot_eager" if name == "sdxl" else "eager"  # so its blocks have more shapes than dynamo's usual limit
     loss, model = trained(name, flavor, mesh, **options)
-    again, compiled = trained(name, flavor, mesh, **options, compile=CompileOptions(backend=backend))
+    again, compiled = trained(name, flavor, mesh, **options, compile=Compile(backend=backend))
     assert again == loss
     expected, found = gradients(model), gradients(compiled)
     if name == "sdxl":  # the gradients of a skip connection are added in another order, in bfloat16
@@ -88,7 +89,7 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
 @pytest.mark.slow
 def test_a_whole_model_compiles_into_one_graph(mesh):
     """In bf16 one graph rounds the gradients differently: by up to 1.4% of their norm."""
-    options = CompileOptions(backend="eager", scope="model")
+    options = Compile(backend="eager", scope="model")
     for dtype, most in ((torch.float32, 0.0), (torch.bfloat16, 0.02)):
         torch.compiler.reset()
         loss, model = trained("sd3", "debugmodel", mesh, param_dtype=dtype)

@@ -222,7 +222,7 @@ def test_the_dummy_takes_the_place_of_captions_of_any_size(tmp_path: Path, run_s
         ),
         (
             ["--model.text=cross_attention", "--text_encoder.name=pipeline", "--text_encoder.path=none"],
-            "text_encoder.path = none: must be given: a saved pipeline",
+            "text_encoder.path = none: must be given",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypat
     import huggingface_hub
 
     from torchditan.config.options import Config, TextEncoder
-    from torchditan.finetune.published import family_of
+    from torchditan.finetune.captions.encode import find_text_encoder
 
     fetched = []
 
@@ -251,5 +251,6 @@ def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypat
         return str(flux)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert family_of(Config(text_encoder=TextEncoder(path="some/flux"))) is family("flux")
-    assert fetched == [("some/flux", ["model_index.json"])]
+    found = find_text_encoder(Config(text_encoder=TextEncoder(path="some/flux")), memory=tmp_path)
+    assert found.cls is family("flux")
+    assert {name for name, _ in fetched} == {"some/flux"} and "text_encoder*/*" in fetched[-1][1]

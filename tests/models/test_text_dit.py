@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.config.options import Config, Model
+from torchditan.config.options import Compile, Config, Model
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.distributed.parallelize import parallelize
 from torchditan.job.complete import text_sizes_of
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
 from torchditan.models.dit import PRESETS, DiT, DiTConfig
@@ -302,7 +302,7 @@ def test_checkpointed_and_compiled_blocks_give_the_same_gradients(text, conditio
     ways = [
         {"activation_checkpoint": "full"},
         {"activation_checkpoint": "selective", "selective_ac_option": "op"},
-        {"compile": CompileOptions(backend="aot_eager")},  # one graph per block, or an error
+        {"compile": Compile(backend="aot_eager")},  # one graph per block, or an error
     ]
     for options in ways:
         torch._dynamo.reset()

@@ -122,7 +122,7 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments() -> None:
 
 def test_without_torchao_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r'optimizer\.name = "AdamW8bit": .*torchao; pip install'):
+    with pytest.raises(ConfigError, match="the package torchao is missing: pip install"):
         build_optimizer(small_model(), Optimizer(name="AdamW8bit"))
 
 

@@ -63,11 +63,6 @@ ROWS: list[tuple[str, str, list[str]]] = [
         'training.on_nonfinite = "rollback"',
         ["dataset.streaming", "stop"],
     ),
-    (
-        "train --checkpoint.async_mode=async_with_pinned_mem",
-        'checkpoint.async_mode = "async_with_pinned_mem"',
-        ["disabled or async"],
-    ),
     ("train --checkpoint.initial_load_path=gone", 'checkpoint.initial_load_path = "gone"', [".safetensors"]),
     ('train "--metrics.experiment_name=a\\b"', 'metrics.experiment_name = "a\\\\b"', ["200"]),
     ("train --training.batch_size=many", 'training.batch_size = "many"', ["auto", "integer"]),

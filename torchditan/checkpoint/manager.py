@@ -30,8 +30,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.distributed as dist
+from torch import cuda
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan.checkpoint.files import (
@@ -56,10 +56,9 @@ from torchditan.checkpoint.loading import (
     latest_checkpoint,
     load_safely,
     read_numbers,
-    read_progress,
 )
 from torchditan.checkpoint.run_state import ModelState, RunState, Snapshot
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
@@ -67,17 +66,6 @@ from torchditan.registry import EXPORT_WEIGHTS, OPEN_WEIGHTS
 
 if TYPE_CHECKING:
     from torchditan.checkpoint.staging import Stager
-
-
-def check_async_mode(config: Config, *, device: torch.device) -> None:
-    """Refuse pinned memory on a machine without a GPU.
-
-    Raises:
-        ConfigError: checkpoint.async_mode requires pinned memory.
-    """
-    if config.checkpoint.async_mode == "async_with_pinned_mem" and device.type != "cuda":
-        right = "pinned memory is for copies from a GPU, and this machine has none; must be disabled or async"
-        raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
 
 
 class CheckpointManager:
@@ -121,14 +109,13 @@ class CheckpointManager:
         if config.checkpoint.async_mode != "disabled":
             from torchditan.checkpoint.staging import Stager
 
-            self.stager = Stager(pinned=config.checkpoint.async_mode == "async_with_pinned_mem")
+            self.stager = Stager(pinned=config.checkpoint.async_mode == "async_with_pinned_mem" and cuda.is_available())
         self.write_s: float | None = None
         """Seconds that the last finished write took; with `async` it ran during training."""
         self.failure: str | None = None
         """Why the last write failed; None if it succeeded."""
         self._writing: threading.Thread | None = None
         self._cleaning: threading.Thread | None = None
-        self._has_more_to_clean = False
         self._published_step = 0
         self._crash: BaseException | None = None
 
@@ -335,8 +322,7 @@ class CheckpointManager:
         """Why this rank cannot use a checkpoint."""
         try:
             reader.read_metadata()
-            read_progress(reader.folder)
-            self.state.check_numbers(read_numbers(reader.folder))
+            read_numbers(reader.folder)
         except DamagedCheckpointError as error:
             return str(error)
         differing = differences(reader.manifest["trajectory"], self.trajectory)
@@ -360,22 +346,17 @@ class CheckpointManager:
             if self._cleaning.is_alive():
                 self.warn(f"deleting old checkpoints in {self.folder}")
             self._cleaning.join()
-            self._clean_all()  # requests that arrived as the thread ended
 
     def _start_cleaning(self) -> None:
-        """Start a thread that deletes obsolete checkpoints. A running thread checks again before it ends."""
-        self._has_more_to_clean = True
-        if self._cleaning is None or not self._cleaning.is_alive():
-            self._cleaning = threading.Thread(target=self._clean_all, name="old checkpoints", daemon=True)
-            self._cleaning.start()
+        """Start a thread that deletes obsolete checkpoints, after the thread before it."""
+        job = (self._published_step, self._cleaning)
+        self._cleaning = threading.Thread(target=self._clean, args=job, name="old checkpoints", daemon=True)
+        self._cleaning.start()
 
-    def _clean_all(self) -> None:
-        while self._has_more_to_clean:
-            self._has_more_to_clean = False
-            self._clean(self._published_step)
-
-    def _clean(self, step: int) -> None:
+    def _clean(self, step: int, before: threading.Thread | None) -> None:
         """Delete discarded folders, and prune the checkpoints before the published one of `step`."""
+        if before is not None:
+            before.join()
         with contextlib.suppress(OSError):  # failing storage; the next start deletes the rest
             # Newer checkpoints do not count: they are damaged, or the run would have loaded them.
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]

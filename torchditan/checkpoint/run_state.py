@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from torchditan.checkpoint.loading import check_numbers, detached
 from torchditan.models.saved_weights import saved_weights
 from torchditan.optim.optimizers import optimizer_parts
 from torchditan.run.training_progress import Progress
@@ -91,15 +90,6 @@ class RunState:
                 item.make()
         return self.tensor_states()
 
-    def check_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Refuse numbers that `load` could not use.
-
-        Raises:
-            DamagedCheckpointError: one has another type than the registered number.
-        """
-        for state in self._first_numbers:
-            check_numbers(numbers, state)
-
     def load(self, stored: Snapshot) -> None:
         """Restore every object from its stored state."""
         for name, item in self.tensors.items():
@@ -126,7 +116,8 @@ class ModelState:
         self.only_trained = only_trained
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return detached(saved_weights(self.model, only_trained=self.only_trained))
+        saved = saved_weights(self.model, only_trained=self.only_trained)
+        return {name: tensor.detach() for name, tensor in saved.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=not self.only_trained))

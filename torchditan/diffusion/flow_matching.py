@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from torchditan.diffusion import predictions
 from torchditan.diffusion.objectives import MIN_SNR_GAMMA, Inputs, Objective
 from torchditan.diffusion.samplers import Prediction, StepNoise, Velocity, build_sampler
 from torchditan.diffusion.timesteps import Timesteps
@@ -59,9 +60,7 @@ class FlowMatching(Objective):
         if model.learn_sigma is None and model.preset == "official":
             yield "model.preset", f"learns sigma, and {right}"
         if config.diffusion.prediction not in (None, "v"):
-            from torchditan.diffusion.predictions import option_mistakes
-
-            yield from option_mistakes(config)
+            yield from predictions.option_mistakes(config)
         for option in ("diffusion.noise_schedule", "sampling.spacing", "sampling.clip_sample"):
             if option in changed:
                 yield option, "applies only to ddpm; leave it out"
@@ -82,9 +81,7 @@ class FlowMatching(Objective):
         """
         if self.prediction == "v":
             return prediction
-        from torchditan.diffusion.predictions import velocity_of
-
-        return velocity_of(prediction, x_t, t, kind=self.prediction)
+        return predictions.velocity_of(prediction, x_t, t, kind=self.prediction)
 
     def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
         """x_t, t and the condition, dropped for some samples."""
@@ -116,9 +113,7 @@ class FlowMatching(Objective):
         """Weight of the squared velocity error at t (B,): (B,) float32."""
         if self.min_snr_gamma is None:
             return torch.ones_like(t)
-        from torchditan.diffusion.predictions import min_snr_weight
-
-        return min_snr_weight(t, kind=self.prediction, gamma=self.min_snr_gamma)
+        return predictions.min_snr_weight(t, kind=self.prediction, gamma=self.min_snr_gamma)
 
     def sample(
         self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
@@ -132,9 +127,7 @@ class FlowMatching(Objective):
         """The velocity that samplers integrate through these timesteps."""
         if self.prediction == "v":
             return lambda x, t: self.velocity(predict(x, t), x, torch.full((), t, device=x.device))
-        from torchditan.diffusion.predictions import sampling_velocity
-
-        return sampling_velocity(predict, kind=self.prediction, timesteps=timesteps)
+        return predictions.sampling_velocity(predict, kind=self.prediction, timesteps=timesteps)
 
     def num_evaluations(self, sampling: Sampling) -> int:
         sampler = build_sampler(sampling)

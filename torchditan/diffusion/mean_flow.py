@@ -98,8 +98,6 @@ class MeanFlow(FlowMatching):
 
         if tangent not in ("model", "data"):
             refuse("tangent", tangent, "must be model or data")
-        if not isinstance(velocity_head, bool):
-            refuse("velocity_head", velocity_head, "must be true or false")
         largest = _largest_scale(guidance)
         if largest is None:
             refuse("guidance", guidance, "must be true, false, or the largest scale to learn, a number above 1")

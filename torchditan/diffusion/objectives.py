@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, RESERVED_NUMBERS, Kind, Randomness
+from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness
 from torchditan.registry import INGREDIENTS, OBJECTIVES, build, objective_kinds, resolve
 
 if TYPE_CHECKING:
@@ -262,29 +262,23 @@ def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
 
 
 def _check_needs(objective: Objective, config: Diffusion, spec: ModelSpec) -> None:
-    """Check what the objective and its ingredients declare against the model and the package's own numbers."""
+    """Check what the objective and its ingredients declare against the model."""
     option, value = "diffusion.objective", config.objective
     if config.ingredients:
         option, value = "diffusion.ingredients", ", ".join(config.ingredients)
     model, known = f"{spec.name} {spec.flavor}", (*spec.features, *objective.heads)
     if objective.heads and not spec.can_have_heads:
         raise option_error(option, value, f"needs heads on the model, which {model} cannot have; leave it out")
-    if unknown := [name for name in (*objective.features, *_read_by(objective.heads)) if name not in known]:
+    if unknown := [
+        name
+        for name in (*objective.features, *(head.feature for head in objective.heads.values()))
+        if name not in known
+    ]:
         has = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
         raise option_error(option, value, f"asks for the features {', '.join(unknown)}, and {model} {has}")
     scalars = [name for kind in objective_kinds(config.objective, config.ingredients) for name in kind.scalars(config)]
     if missing := [name for name in scalars if name not in spec.scalars]:
         raise option_error(option, value, f"gives the model {', '.join(missing)}, which {model} cannot embed")
-    for name, kind in objective.numbers.items():
-        if name in RESERVED_NUMBERS:
-            right = f"declares the number {name}, which the package draws itself; must have another name"
-            raise option_error(option, value, right)
-        if kind not in ("uniform", "normal"):
-            raise option_error(option, value, f"declares {name} as {kind}; must be uniform or normal")
-
-
-def _read_by(heads: Mapping[str, Head]) -> list[str]:
-    return [head.feature for head in heads.values()]
 
 
 def validation_objective(config: Diffusion, spec: ModelSpec) -> Objective:

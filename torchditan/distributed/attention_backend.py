@@ -13,12 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.compiler.config as compiler_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from torchditan.config.errors import option_error
-from torchditan.config.options import Training
 
 BACKENDS: dict[str, Any] = {  # torch's type of them is incomplete
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -40,14 +36,3 @@ def preferring(backend: str) -> Iterator[None]:
     tag = f"{compiler_config.cache_key_tag}attention:{backend}"
     with sdpa_kernel(enabled, set_priority=True), compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         yield
-
-
-def check_attention_backend(training: Training, *, device: torch.device) -> None:
-    """Refuse a backend that would compute no call. ConfigError."""
-    backend, precision = training.attention_backend, training.mixed_precision_param
-    if device.type == "cuda" and backend in ("cudnn", "flash") and precision == "float32":
-        right = "computes no float32 (training.mixed_precision_param); must be efficient, math or default"
-        raise option_error("training.attention_backend", backend, right)
-    if device.type == "cuda" and backend == "cudnn" and torch.version.hip is not None:
-        right = "is a library of NVIDIA, and this GPU is AMD's; must be flash, efficient, math or default"
-        raise option_error("training.attention_backend", backend, right)

@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config, Model
-from torchditan.models import block_name
-from torchditan.models.dit import FLAVORS, Attention, DiT, flavor_size
+from torchditan.config.options import Config
+from torchditan.models import block_name, sizes_of
+from torchditan.models.dit import FLAVORS, Attention, DiT
 from torchditan.registry import BLOCKS, FAMILIES, registered
 
 OPTION = "training.context_parallel_degree"
@@ -175,8 +175,7 @@ def option_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     block = block_name(model)
     if not registered(BLOCKS, block).mixes_only_in_attention:
         yield OPTION, f"the block {block} does not declare mixes_only_in_attention; must be 1"
-    heads = _num_heads(model)
-    if heads is not None and heads % degree:
+    if model.flavor in FLAVORS and (heads := sizes_of(model)["num_heads"]) % degree:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         yield OPTION, f"must divide the {heads} attention heads of the model: one of {divisors}"
     right = f"with {OPTION} {degree}"
@@ -186,15 +185,3 @@ def option_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield "training.batch_size", f"must be a number {right}; the planner estimates the largest"
     if config.float8.enable_float8_linear:
         yield "float8.enable_float8_linear", f"must be false {right}"
-
-
-def _num_heads(model: Model) -> int | None:
-    """None for a flavor of another architecture."""
-    if model.flavor not in FLAVORS:
-        return None
-    heads = flavor_size(model.flavor, model.preset).num_heads
-    for text in model.overrides:
-        name, _, value = text.partition("=")
-        if name == "num_heads" and value.isdecimal():  # build_dit_spec refuses other values
-            heads = int(value)
-    return heads

@@ -5,8 +5,7 @@ Notable:
 - the model determines which layers benefit: one forward on the meta device counts the input rows of each layer. Layers
   with one row per image (modulations) stay unchanged. No family needs a list of names;
 - CUDA's float8 products need an inner dimension that is a multiple of 16. In the weight gradient the inner dimension is
-  the number of rows. Layers with another number of rows pad it there with zeros, which do not change the sum;
-- emulation refuses the row counts that CUDA would refuse.
+  the number of rows. Layers with another number of rows pad it there with zeros, which do not change the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -107,8 +106,6 @@ def convert_to_float8(
             pads = products.grad_weight._replace(pad_inner_dim=True)
             converted.linear_mm_config = products._replace(grad_weight=pads)
             padded_rows += [number for number in rows if number % _ALIGNMENT]
-        elif has_float8_gradient and config.emulate:
-            converted.register_forward_pre_hook(_RefuseOddRows(name))
     return _summary(
         len(converted_layers), num_linears, padded_rows=padded_rows, batch_size=batch_size, varied_shapes=varied_shapes
     )
@@ -125,27 +122,10 @@ def rows_of_linears(spec: ModelSpec, *, batch_size: int) -> dict[str, set[int]]:
         for name, module in spec.blocks(model).named_modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(
-                    lambda _module, inputs, name=name: rows.setdefault(name, set()).add(_num_rows(inputs[0]))
+                    lambda _module, inputs, name=name: rows.setdefault(name, set()).add(inputs[0][..., 0].numel())
                 )
         model(*spec.example_inputs(batch_size=batch_size))
     return rows
-
-
-def _num_rows(x: torch.Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _RefuseOddRows:
-    """Forward pre-hook of an emulated layer without padding. Raises where CUDA's weight gradient would."""
-
-    layer: str
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        rows = _num_rows(inputs[0])
-        if rows % _ALIGNMENT and torch.is_grad_enabled():
-            right = f"must be a multiple of {_ALIGNMENT} for the weight gradient in float8 on CUDA"
-            raise RuntimeError(f"float8: {self.layer} sees {rows} rows; {right}")
 
 
 def _summary(

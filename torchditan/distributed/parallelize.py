@@ -29,9 +29,6 @@ from torch.distributed.fsdp import (
 from torchditan.config.options import Compile
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 
-CompileOptions = Compile
-"""The options of `[compile]`, under the name that callers of `parallelize` know."""
-
 
 def parallelize(
     model: nn.Module,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchditan.config.errors import ConfigError
-from torchditan.distributed.torch_versions import set_group_timeout
 
 _jobs = itertools.count()
 _STORE_ANSWERS_WITHIN = timedelta(seconds=10)
@@ -90,9 +89,14 @@ def set_timeout(timeout_seconds: int, *, but: dist.ProcessGroup | None = None) -
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     dist.barrier()
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group not in (None, but)]
-    for group in groups:
-        set_group_timeout(group, timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    for group in dist.distributed_c10d._world.pg_map:
+        if group in (None, but):
+            continue
+        if hasattr(dist, "set_timeout"):  # from torch 2.15 on, which deprecates the private function
+            dist.set_timeout(timeout, group)
+        else:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:

@@ -31,43 +31,22 @@ class Int8Linear(nn.Linear):
     It computes in the dtype of its input. Only the input gets a gradient.
 
     Args:
-        in_features, out_features: as in nn.Linear.
-        bias: whether the layer has a bias.
-        device: of the new, uninitialised parameters.
-        dtype: of the bias.
+        linear: the layer that it replaces, on the same device. On the meta device no values are computed.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device="meta", dtype=dtype)
-        weight = torch.empty((out_features, in_features), dtype=torch.int8, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        scale = torch.empty(out_features, dtype=torch.float32, device=device)
+    def __init__(self, linear: nn.Linear) -> None:
+        out_features, in_features = linear.weight.shape
+        device, bias = linear.weight.device, linear.bias
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        if device.type == "meta":
+            quantized = torch.empty(out_features, in_features, dtype=torch.int8, device=device)
+            scale = torch.empty(out_features, dtype=torch.float32, device=device)
+        else:
+            quantized, scale = self.quantize(linear.weight)
+        self.weight = nn.Parameter(quantized, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Int8Linear:
-        """The same layer in int8, on the same device. On the meta device no values are computed."""
-        weight, bias = linear.weight, linear.bias
-        converted = cls(
-            linear.in_features, linear.out_features, bias is not None, device=weight.device, dtype=weight.dtype
-        )
-        if weight.device.type != "meta":
-            with torch.no_grad():
-                quantized, scale = cls.quantize(weight)
-                converted.weight.copy_(quantized)
-                converted.scale.copy_(scale)
-                if bias is not None:
-                    converted.bias.copy_(bias)
-        return converted
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
 
     @staticmethod
     @torch.no_grad()
@@ -135,7 +114,7 @@ def quantize_base(
 def _quantize_linears(module: nn.Module) -> None:
     for name, child in module.named_children():
         if isinstance(child, nn.Linear) and not isinstance(child, Int8Linear):
-            setattr(module, name, Int8Linear.from_linear(child))
+            setattr(module, name, Int8Linear(child))
         else:
             _quantize_linears(child)
 

@@ -34,14 +34,7 @@ DEFAULT = "default"
 ASSISTANT = "assistant"
 
 
-def add_lora(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    target_modules: Sequence[str],
-    adapter_name: str = DEFAULT,
-) -> list[str]:
+def add_lora(model: nn.Module, *, rank: int, alpha: float, target_modules: Sequence[str]) -> list[str]:
     """Add a trainable adapter, in place. Afterwards only its float32 parameters are trainable.
 
     Args:
@@ -50,7 +43,6 @@ def add_lora(
         rank, alpha: as in the formula at the top of this file.
         target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
             names. Each must match a layer. A convolution matches only by the end of its name (`pos_embed.proj`).
-        adapter_name: of this adapter.
 
     Returns:
         Names of the adapted layers.
@@ -59,9 +51,9 @@ def add_lora(
         ConfigError: a pattern matches nothing or is not a valid regular expression.
     """
     layers = find_target_modules(model, target_modules)
-    _inject(model, dict.fromkeys(layers, rank), alpha=alpha, adapter_name=adapter_name)
+    _inject(model, dict.fromkeys(layers, rank), alpha=alpha, adapter_name=DEFAULT)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(f".{adapter_name}." in name and ".lora_" in name)
+        parameter.requires_grad_(f".{DEFAULT}." in name and ".lora_" in name)
     return layers
 
 
@@ -142,24 +134,19 @@ def lora_parameters(model: nn.Module, adapter_name: str = DEFAULT) -> Iterator[t
             yield name, parameter
 
 
-def init_lora(model: nn.Module, seed: int, adapter_name: str = DEFAULT) -> None:
+def init_lora(model: nn.Module, seed: int) -> None:
     """Initialise A uniformly in +-1/sqrt(in) (Kaiming with a = sqrt(5), as in peft) and B with zeros.
 
     The adapter is therefore the identity at first. Values are a function of (seed, parameter name) for any sharding;
     no communication.
     """
-    for name, parameter in lora_parameters(model, adapter_name):
+    for name, parameter in lora_parameters(model):
         if ".lora_B." in name:
             fill(parameter, torch.zeros(parameter.shape))
         else:
-            fill(parameter, _draw_kaiming_uniform(seed, name, parameter.shape))
-
-
-def _draw_kaiming_uniform(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """He et al. 2015 with negative slope sqrt(5): bound sqrt(6 / ((1 + 5) fan_in)). float32 on the CPU."""
-    bound = 1 / math.sqrt(math.prod(shape[1:]))
-    draw = weight_generator(seed, name).random(tuple(shape), dtype="float32")
-    return torch.from_numpy(draw).mul_(2 * bound).sub_(bound)
+            bound = 1 / math.sqrt(math.prod(parameter.shape[1:]))
+            draw = weight_generator(seed, name).random(tuple(parameter.shape), dtype="float32")
+            fill(parameter, torch.from_numpy(draw).mul_(2 * bound).sub_(bound))
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
@@ -205,12 +192,12 @@ def without_assistant(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> AdapterWeights:
+def load_assistant(model: nn.Module, source: Path) -> AdapterWeights:
     """Add a frozen second adapter, active together with the first one. Fills its values unless the model is on meta.
 
     Args:
         model: with or without the trained adapter.
-        source: a .safetensors file in diffusers', peft's or kohya's names, or the tensors of one.
+        source: a .safetensors file in diffusers', peft's or kohya's names.
 
     Returns:
         Its weights; pass them to `fill_adapter` after sharding a model on meta.
@@ -218,16 +205,10 @@ def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
     Raises:
         ConfigError: the file cannot be read, is not a LoRA, or is a LoRA for another model.
     """
-    shown = str(source) if isinstance(source, str | Path) else "a state dict"
     try:
-        opened = Path(source) if isinstance(source, str) else source
-        weights = read_adapter(opened, _all_layers(model), shown=shown)
-        for name, down in weights.down.items():
-            layer: Any = model.get_submodule(name)
-            shape = getattr(layer, "base_layer", layer).weight.shape
-            _check_shapes(name, shape, down, weights.up[name], shown)
+        weights = _read_for(model, source, shown=str(source))
     except ConfigError as error:
-        raise option_error("lora.assistant_path", shown, str(error).removeprefix(f"{shown} ")) from None
+        raise option_error("lora.assistant_path", str(source), str(error).removeprefix(f"{source} ")) from None
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = active_adapters(model)
     ranks = {name: down.shape[0] for name, down in weights.down.items()}
@@ -241,7 +222,7 @@ def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         parameter.requires_grad_(name in wrapped)
     set_active_adapters(model, [*before, ASSISTANT] if before else [ASSISTANT])
     if not any(parameter.is_meta for _, parameter in lora_parameters(model, ASSISTANT)):
-        fill_adapter(model, weights, ASSISTANT)
+        fill_adapter(model, weights)
     return weights
 
 
@@ -251,24 +232,27 @@ def _inside_wrapper(model: nn.Module, name: str) -> str:
     return f"{path}.base_layer.{leaf}" if hasattr(model.get_submodule(path), "base_layer") else name
 
 
-def _all_layers(model: nn.Module) -> list[str]:
-    """Names of all layers that a LoRA may adapt."""
-    return _layers_of(model, nn.Linear, nn.Conv2d)
-
-
-def _check_shapes(name: str, weight: Sequence[int], down: Tensor, up: Tensor, shown: str) -> None:
-    out_size, in_size, *kernel = weight  # a convolution has a kernel
-    fits_down = down.shape[1:] == (in_size, *kernel)
-    if not (fits_down and up.shape == (out_size, down.shape[0], *(1 for _ in kernel))):
-        right = f"is a LoRA for another model: {name} maps {in_size} to {out_size} here"
-        raise ConfigError(f"{shown} {right}, {down.shape[-1]} to {up.shape[0]} there")
+def _read_for(model: nn.Module, source: Path | Mapping[str, Tensor], *, shown: str, **options: Any) -> AdapterWeights:
+    """`read_adapter` for a model that has or gets adapters, with matrices of the sizes of its layers."""
+    weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), shown=shown, **options)
+    for name, down in weights.down.items():
+        layer: Any = model.get_submodule(name)
+        out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
+        up = weights.up[name]
+        fits_down = down.shape[1:] == (in_size, *kernel)
+        if not (fits_down and up.shape == (out_size, down.shape[0], *(1 for _ in kernel))):
+            right = f"is a LoRA for another model: {name} maps {in_size} to {out_size} here"
+            raise ConfigError(f"{shown} {right}, {down.shape[-1]} to {up.shape[0]} there")
+    return weights
 
 
 def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = ASSISTANT) -> None:
-    """Copy the matrices of a file into an adapter, sharded or not; no communication."""
+    """Copy matrices into an adapter, sharded or not; no communication. Layers without matrices keep their values."""
     for name, parameter in lora_parameters(model, adapter_name):
         layer, _, part = name.removesuffix(f".{adapter_name}.weight").rpartition(".")
-        fill(parameter, (weights.down if part == "lora_A" else weights.up)[layer])
+        matrices = weights.down if part == "lora_A" else weights.up
+        if layer in matrices:
+            fill(parameter, matrices[layer])
 
 
 def start_from(
@@ -296,43 +280,23 @@ def start_from(
     Raises:
         ConfigError: the source is not a LoRA, is for another model, or has another rank or layers without an adapter.
     """
-    weights = read_adapter(source, _all_layers(model), shown=shown, alpha=alpha, scale=scale)
-    ours = {name.removesuffix(f".{DEFAULT}.weight"): parameter.shape for name, parameter in lora_parameters(model)}
-    trained = {name.removesuffix(".lora_A") for name in ours if name.endswith(".lora_A")}
+    weights = _read_for(model, source, shown=shown, alpha=alpha, scale=scale)
+    trained = {name.partition(".lora_")[0] for name, _ in lora_parameters(model)}
     # A file in kohya's names has zeros for those parts of a fused layer that were not trained.
-    further = [name for name, up in weights.up.items() if name not in trained and up.any()]
-    if further:
-        patterns = map(shlex.quote, [*target_modules, *_patterns_for(model, further)])
-        right = f"does not train; add them with --lora.target_modules {' '.join(patterns)}"
+    if further := [name for name, up in weights.up.items() if name not in trained and up.any()]:
+        ends = sorted({re.split(r"blocks\.\d+\.", name)[-1] for name in further})
+        right = f"does not train; add them with --lora.target_modules {shlex.join([*target_modules, *ends])}"
         raise ConfigError(f"{shown} has {len(further)} layers, such as {further[0]}, that this run {right}")
     down, up = {}, {}
-    for name in sorted(trained & weights.up.keys()):
-        sizes = (ours[f"{name}.lora_B"][0], *ours[f"{name}.lora_A"][1:])
-        _check_shapes(name, sizes, weights.down[name], weights.up[name], shown)
+    for name in trained & weights.up.keys():
         down[name], up[name] = _without_zeros(weights.down[name], weights.up[name], rank)
     ranks = sorted({matrix.shape[0] for matrix in down.values()})
     if len(ranks) > 1:
         raise ConfigError(f"{shown} has ranks from {ranks[0]} to {ranks[-1]}; must be lora.rank in all layers")
     if ranks not in ([], [rank]):
         raise ConfigError(f"{shown} has rank {ranks[0]}, and lora.rank is {rank} here; set --lora.rank {ranks[0]}")
-    for name, parameter in lora_parameters(model):
-        layer, _, part = name.removesuffix(f".{DEFAULT}.weight").rpartition(".")
-        if layer in down:
-            fill(parameter, (down if part == "lora_A" else up)[layer])
+    fill_adapter(model, AdapterWeights(down, up), DEFAULT)
     return len(down), len(trained)
-
-
-def _patterns_for(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """Ends of names for `lora.target_modules` that include these layers of any block, and as few others as possible."""
-    in_block = {re.split(r"blocks\.\d+\.", layer)[-1]: layer for layer in layers}
-    patterns = []
-    for name, layer in in_block.items():
-        parts = name.split(".")
-        ends = [".".join(parts[i:]) for i in reversed(range(len(parts))) if not parts[i].isdigit()]
-        matches = {end: find_target_modules(model, [end]) for end in ends}
-        fitting = [end for end in ends if layer in matches[end]]
-        patterns.append(min(fitting, key=lambda end: len(matches[end]), default=layer))
-    return patterns
 
 
 def _without_zeros(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:

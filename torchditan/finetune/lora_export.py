@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
+from torchditan.finetune.lora import DEFAULT
 from torchditan.finetune.lora_layers import (
     OriginalLayer,
     families_with_original_layers,
@@ -55,20 +56,18 @@ def export_lora(
     step: int | None = None,
     base: str | None = None,
     dtype: torch.dtype = torch.float32,
-    adapter_name: str = "default",
 ) -> list[str]:
     """Write the LoRA tensors of a checkpoint to a file, atomically.
 
     Args:
-        state: parameters by name, `<layer>.lora_A.<adapter>.weight` (rank, in) and `lora_B` (out, rank). Other
-            parameters and other adapters are left out.
+        state: parameters by name, `<layer>.lora_A.default.weight` (rank, in) and `lora_B` (out, rank). Other
+            parameters are left out.
         model_name: `flux`, `sd3`, ...; kohya's names are known for families with `original_layers`.
         rank, alpha: those of the training.
         path: an existing file is replaced. diffusers finds a single .safetensors file in a folder by any name.
         format: whose layer names, see the top of this file.
         step, base: training step and base model, stored in the metadata.
         dtype: float32 or bfloat16.
-        adapter_name: of the adapter to write.
 
     Returns:
         The layers of the model that are in the file.
@@ -76,7 +75,7 @@ def export_lora(
     Raises:
         ConfigError: the state has no LoRA, the format does not support the model, or the file cannot be written.
     """
-    pairs = _pairs_of(state, adapter_name)
+    pairs = _pairs_of(state)
     if format == "diffusers":
         pairs = {layer: (down, up * (alpha / rank)) for layer, (down, up) in pairs.items()}
         alpha = rank
@@ -85,8 +84,14 @@ def export_lora(
     metadata |= {"base": base} if base is not None else {}
     if format == "diffusers":
         part = family(model_name).subfolder
-        tensors = _in_diffusers_names(pairs, part=part)
-        metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, part=part, rank=rank))
+        tensors = {
+            f"{part}.{layer}.lora_{name}.weight": matrix
+            for layer, pair in pairs.items()
+            for name, matrix in zip("AB", pair, strict=True)
+        }
+        # Options of peft's LoraConfig from which the loaders of diffusers rebuild the adapter.
+        options = {"r": rank, "lora_alpha": rank, "target_modules": list(pairs), "lora_dropout": 0.0, "bias": "none"}
+        metadata["lora_adapter_metadata"] = json.dumps({f"{part}.{name}": value for name, value in options.items()})
     else:
         known = families_with_original_layers()
         if model_name not in known:
@@ -105,37 +110,16 @@ def export_lora(
     return list(pairs)
 
 
-def _pairs_of(state: Mapping[str, Tensor], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs_of(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Layer -> (A, B)."""
-    ending = f".lora_A.{adapter_name}.weight"
+    ending = f".lora_A.{DEFAULT}.weight"
     pairs = {}
-    for name in state:
-        if name.endswith(ending):
-            stem = name.removesuffix(ending)
-            layer = stem.removeprefix("transformer.")  # PublishedModel holds the diffusers model under this name
-            pairs[layer] = (state[name].cpu(), state[f"{stem}.lora_B.{adapter_name}.weight"].cpu())
+    for stem in (name.removesuffix(ending) for name in state if name.endswith(ending)):
+        down, up = (state[f"{stem}.lora_{part}.{DEFAULT}.weight"].cpu() for part in "AB")
+        pairs[stem.removeprefix("transformer.")] = (down, up)  # PublishedModel's name of the diffusers model
     if not pairs:
-        raise ConfigError(f"there is no LoRA {adapter_name} among the {len(state)} weights; is it a run with [lora]?")
+        raise ConfigError(f"there is no LoRA among the {len(state)} weights; is it a run with [lora]?")
     return pairs
-
-
-def _in_diffusers_names(pairs: Mapping[str, tuple[Tensor, Tensor]], *, part: str) -> dict[str, Tensor]:
-    tensors = {}
-    for layer, (down, up) in pairs.items():
-        tensors[f"{part}.{layer}.lora_A.weight"] = down
-        tensors[f"{part}.{layer}.lora_B.weight"] = up
-    return tensors
-
-
-def _adapter_metadata(pairs: Mapping[str, object], *, part: str, rank: int) -> dict[str, object]:
-    """Options of peft's LoraConfig from which the loaders of diffusers rebuild the adapter."""
-    return {
-        f"{part}.r": rank,
-        f"{part}.lora_alpha": rank,
-        f"{part}.target_modules": list(pairs),
-        f"{part}.lora_dropout": 0.0,
-        f"{part}.bias": "none",
-    }
 
 
 def _in_kohya_names(

@@ -72,7 +72,7 @@ def read_adapter(
     Raises:
         ConfigError: the source is not a LoRA, or has layers that the model does not have.
     """
-    state, peft = _open(source) if isinstance(source, Path) else (source, _PeftOptions())
+    state, peft = _open(source) if isinstance(source, Path) else (source, _PeftOptions(None, {}))
     known = _layers_by_stem(layers)
     is_kohya = any(key.startswith("lora_unet_") for key in state)
     down: dict[str, Tensor] = {}
@@ -85,19 +85,16 @@ def read_adapter(
         parts = known.get(stem)
         if parts is None:
             raise ConfigError(f"{shown} is a LoRA for another model: this one has no linear layer {stem}")
-        is_right = tensor.numel() == 1 if kind == "alpha" else tensor.ndim >= 2 and tensor.numel() > 0
-        if not is_right:
-            raise ConfigError(f"{shown} is not a LoRA of linear layers: {key} has shape {list(tensor.shape)}")
         if kind == "alpha":
             alphas |= dict.fromkeys(parts, float(tensor))
         elif kind == "down":
             down |= dict.fromkeys(parts, tensor.float())
         else:
-            unit = tensor.shape[0] // sum(rows_of_parts(parts, unit=1))
-            if unit * sum(rows_of_parts(parts, unit=1)) != tensor.shape[0]:
+            shares = rows_of_parts(parts, unit=1)
+            unit, rest = divmod(tensor.shape[0], sum(shares))
+            if rest:
                 raise ConfigError(f"{shown} is a LoRA for another model: {key} has {tensor.shape[0]} rows")
-            rows = [unit * height for height in rows_of_parts(parts, unit=1)]
-            up |= dict(zip(parts, tensor.float().split(rows), strict=True))
+            up |= dict(zip(parts, tensor.float().split([unit * share for share in shares]), strict=True))
     if not down or down.keys() != up.keys():
         raise ConfigError(f"{shown} is not a LoRA: it has no pairs of lora_A and lora_B; {_OTHER_KIND}")
     for layer, matrix in down.items():
@@ -113,15 +110,15 @@ def read_adapter(
 class _PeftOptions:
     """What a LoraConfig of peft states about alpha."""
 
-    alpha: float | None = None
-    by_layer: Mapping[str, float] | None = None
+    alpha: float | None
+    by_layer: Mapping[str, float]
     """Alpha by the end of a layer's name."""
     is_over_square_root: bool = False
     """Whether the update is scaled by alpha / sqrt(rank) (rsLoRA)."""
 
     def alpha_of(self, layer: str, rank: int) -> float | None:
         """The alpha that gives the same update as alpha / rank; None if it is not stated."""
-        ends = [value for end, value in (self.by_layer or {}).items() if f".{layer}".endswith(f".{end}")]
+        ends = [value for end, value in self.by_layer.items() if f".{layer}".endswith(f".{end}")]
         alpha = ends[0] if ends else self.alpha
         return alpha * math.sqrt(rank) if alpha is not None and self.is_over_square_root else alpha
 
@@ -131,22 +128,15 @@ def _open(path: Path) -> tuple[dict[str, Tensor], _PeftOptions]:
         metadata = file.metadata() or {}
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a mapping
     beside = path.with_name("adapter_config.json")
-    try:
-        text: Any = metadata.get("lora_adapter_metadata", "{}")
-        if path.name == "adapter_model.safetensors" and beside.is_file():  # as peft saves it
-            text = beside.read_bytes()
-        stated = json.loads(text)
-        found: dict[str, Any] = {}
-        for prefix in ("", *_PREFIXES):
-            found |= {key.removeprefix(prefix): value for key, value in stated.items() if key.startswith(prefix)}
-        alpha, patterns = found.get("lora_alpha"), found.get("alpha_pattern") or {}
-        return state, _PeftOptions(
-            None if alpha is None else float(alpha),
-            {str(end).lstrip("^"): float(value) for end, value in patterns.items()},
-            bool(found.get("use_rslora")),
-        )
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise ConfigError(f"{path} has metadata of the LoRA that cannot be read; export it again") from None
+    text: str | bytes = metadata.get("lora_adapter_metadata", "{}")
+    if path.name == "adapter_model.safetensors" and beside.is_file():  # as peft saves it
+        text = beside.read_bytes()
+    stated = json.loads(text)
+    found: dict[str, Any] = {}
+    for prefix in ("", *_PREFIXES):
+        found |= {key.removeprefix(prefix): value for key, value in stated.items() if key.startswith(prefix)}
+    by_layer = {end.lstrip("^"): value for end, value in (found.get("alpha_pattern") or {}).items()}
+    return state, _PeftOptions(found.get("lora_alpha"), by_layer, bool(found.get("use_rslora")))
 
 
 def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:

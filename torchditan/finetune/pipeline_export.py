@@ -25,7 +25,7 @@ from torchditan.config.options import Config
 from torchditan.finetune.published import PublishedModel, family
 from torchditan.models.saved_weights import saved_weights
 from torchditan.run.atomic_files import new_folder
-from torchditan.run.hub import fetch, is_hub_name
+from torchditan.run.hub import fetch
 from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
 from torchditan.weights.opening import Weights
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
@@ -59,6 +59,8 @@ def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> Ex
         model = cast(PublishedModel, stored_spec(config).build())
     weights.check(model)
     parts = _find_other_parts(config, pipeline_class=pipeline_class, subfolder=cls.subfolder)
+    base = config.model.path or config.model.flavor
+    metadata = {"format": "pt", "base": base, "step": str(weights.step), "weights": str(weights.kind)}
     with new_folder(folder) as new:
         inner = new
         if isinstance(parts, _OtherParts):
@@ -67,7 +69,7 @@ def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> Ex
             for name, part in parts.folders.items():
                 shutil.copytree(part, new / name)
         model.transformer.save_config(inner)
-        write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, weights, dtype), _metadata(weights, config))
+        write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, weights, dtype), metadata)
     if isinstance(parts, _OtherParts):
         return ExportedPipeline(weights, f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
     base = config.text_encoder.path or config.model.path or flavor.hub_name or "BASE"
@@ -88,18 +90,13 @@ def _transformer_tensors(model: PublishedModel, weights: Weights, dtype: torch.d
     ]
 
 
-def _metadata(weights: Weights, config: Config) -> dict[str, str]:
-    base = config.model.path or config.model.flavor
-    return {"format": "pt", "base": base, "step": str(weights.step), "weights": str(weights.kind)}
-
-
 def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) -> _OtherParts | str:
     """All other parts of the pipeline, as the run used them; the reason as a string if some are missing here."""
     place = config.text_encoder.path or config.model.path
     if place is None:
         return "the run started from random weights, without a pipeline"
     try:
-        folder = _local(place)
+        folder = fetch(place, patterns=[INDEX_FILE], what=INDEX_FILE, option="model.path")
         index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8-sig"))
         found = index.get("_class_name")
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
@@ -113,16 +110,9 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
     own_vae = config.autoencoder.path
     if "vae" in folders and own_vae is not None and own_vae != place:
         try:
-            vae = _local(own_vae)
+            vae = fetch(own_vae, patterns=[INDEX_FILE], what=INDEX_FILE, option="model.path")
         except ConfigError:
             return f"{own_vae} is not on this machine"
         folders["vae"] = vae / "vae" if (vae / "vae/config.json").is_file() else vae
     missing = [name for name, path in folders.items() if not path.is_dir()]
     return f"{folder} has no {missing[0]}/" if missing else _OtherParts(folder / INDEX_FILE, folders)
-
-
-def _local(place: str) -> Path:
-    """A local folder, or the folder of a hub name in the local cache."""
-    if is_hub_name(place):
-        return fetch(place, patterns=[INDEX_FILE], what=INDEX_FILE, option="model.path")
-    return Path(place).expanduser()

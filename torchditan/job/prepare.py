@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from torchditan.checkpoint.manager import check_async_mode
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, cache_folder, dataset_channels
 from torchditan.config.rules import validate_parts
@@ -166,16 +165,11 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
         from torchditan.distributed.float8 import check_float8
 
         check_float8(config.float8, device=rank.device)
-    if config.training.attention_backend != "default":
-        from torchditan.distributed.attention_backend import check_attention_backend
-
-        check_attention_backend(config.training, device=rank.device)
     if config.training.compile:
         from torchditan.distributed.compilation import check_compile, compiled_folder
 
         check_compile(config, num_shards=num_shards)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder(config, device=rank.device).absolute()))
-    check_async_mode(config, device=rank.device)
     check_trackers(config.metrics)
     check_profiling(config.profiling, rank.device)
 

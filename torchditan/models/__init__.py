@@ -59,12 +59,17 @@ def build_dit_spec(
     options |= {option: value for option, value in overrides.items() if value is not None}
     if options["norm_type"] == "fused_rmsnorm":
         options["norm_type"] = "rmsnorm"
+    sizes = sizes_of(config)
+    multiple = math.lcm(4, sizes["num_heads"]) if options["position"] == "sincos" else 4 * sizes["num_heads"]
+    if sizes["width"] % multiple:
+        right = f"with {sizes['num_heads']} heads, the width must be a multiple of {multiple}, not {sizes['width']}"
+        raise option_error("model.overrides", config.overrides, right)
     _check_text(config, conditioning=str(options["conditioning"]))
     if config.text is not None:
         num_classes = 0  # a stand-in for captioned images may also have labels
     channels, height, width = sample_shape
     dit_config = DiTConfig(
-        **_sizes(config, str(options["position"])),
+        **sizes,
         patch_size=config.patch_size,
         input_channels=channels,
         image_size=(height, width),
@@ -117,8 +122,12 @@ def block_name(config: torchditan.config.options.Model) -> str:
     return "joint" if config.text == "joint" and config.block == "dit" else config.block
 
 
-def _sizes(config: torchditan.config.options.Model, position: str) -> dict[str, Any]:
-    """Depth, width and number of heads of the flavor, with the overrides."""
+def sizes_of(config: torchditan.config.options.Model) -> dict[str, Any]:
+    """Depth, width and number of heads of a flavor of DiT, with the overrides.
+
+    Raises:
+        ConfigError: an override is not one of them with a positive integer.
+    """
     sizes = dataclasses.asdict(flavor_size(config.flavor, config.preset))
     for text in config.overrides:
         name, _, value = text.partition("=")
@@ -126,10 +135,6 @@ def _sizes(config: torchditan.config.options.Model, position: str) -> dict[str, 
             right = f"must be one of {', '.join(sizes)} and a positive integer, such as depth=24"
             raise option_error("model.overrides", text, right)
         sizes[name] = int(value)
-    multiple = math.lcm(4, sizes["num_heads"]) if position == "sincos" else 4 * sizes["num_heads"]
-    if sizes["width"] % multiple:
-        right = f"with {sizes['num_heads']} heads, the width must be a multiple of {multiple}, not {sizes['width']}"
-        raise option_error("model.overrides", config.overrides, right)
     return sizes
 
 

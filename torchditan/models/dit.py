@@ -539,9 +539,6 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     def __init__(self, config: DiTConfig):
         super().__init__()
-        assert config.width % config.num_heads == 0
-        assert config.text != "cross_attention" or config.conditioning != "in_context"
-        assert "rope" not in config.position or config.width // config.num_heads % 4 == 0, "row and column pairs"
         self.config = config
         self.x_embedder = PatchEmbed(config)
         self.t_embedder = TimestepEmbedder(config, config.timestep_scale)
@@ -686,13 +683,10 @@ class DiT(nn.Module):
 
         As in the paper: Xavier uniform for linear layers (the patch convolution as a linear layer, qkv and w12 as
         fused matrices), N(0, 0.02) for the label table and the timestep MLP, zero biases, and a zero adaLN and final
-        layer. A block therefore starts as the identity and the prediction as 0. In-context blocks have no gate: their
-        two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2), as do those of the blocks
-        of the text alone. For text, the projection
-        of tokens is initialized as other linear layers and that of the pooled vector as the label table. The last
-        layer of cross-attention starts at 0, so that the block is still the identity. So does that of the embedder of
-        each scalar, which has no effect at first. The block's class lists its special weights. Heads start as other
-        linear layers.
+        layer, so that a block starts as the identity and the prediction as 0. So does cross-attention, whose last layer
+        is zero, and the embedder of each scalar. Blocks without a gate (in_context, and those of the text alone) start
+        small: N(0, 0.02 / sqrt(2 depth)) in the two projections into the residual stream (GPT-2). The block's class
+        lists its special weights.
         """
         assert not list(self.buffers()), "buffers would stay uninitialized"
         zero_weights = self.block_type.zero_weights

@@ -48,11 +48,6 @@ class ModelFlops:
     def total(self) -> int:
         return round(self.per_token * self.num_tokens + self.attention + self.per_image + self.per_condition)
 
-    @property
-    def forward_gmacs(self) -> float:
-        """Forward multiply-adds / 1e9, which the DiT paper calls Gflops."""
-        return self.forward / 2e9
-
 
 class LinearCounter(TorchFunctionMode):
     """Counts the FLOPs of linear layers, forward and backward, by the number of input rows of a sample.

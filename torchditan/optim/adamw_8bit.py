@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchditan.config.errors import option_error
+from torchditan.config.optional_libraries import import_optional
 from torchditan.config.options import Optimizer as OptimizerConfig
 from torchditan.optim.optimizers import ParameterGroup, adam_options
 
@@ -34,12 +34,9 @@ def _state_bytes_of_8_bits(shape: tuple[int, ...]) -> int:
 
 
 def _sharded_adamw_8bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise option_error("optimizer.name", "AdamW8bit", "needs torchao; pip install 'torchditan[float8]'") from None
+    optim: Any = import_optional("torchao.optim", extra="float8")
 
-    class ShardedAdamW8bit(AdamW8bit):
+    class ShardedAdamW8bit(optim.AdamW8bit):  # type: ignore[misc, name-defined]
         def step(self, closure: Any = None) -> Any:
             # AOTAutograd's disk cache uses the global shape of a sharded parameter as its key. Ranks with shards of
             # different sizes would load each other's graphs. Inductor's own cache uses local shapes.

@@ -68,17 +68,23 @@ def download_folder(place: str, *, kind: Kind, patterns: Sequence[str]) -> Path:
         raise ConfigError(f"{place} {_why(error, what=kind)}") from error
 
 
-def fetch(name: str, *, patterns: Sequence[str], what: str, option: str) -> Path:
-    """`download_folder` for `owner/name` in an option that may also name a local folder with `what`.
+def fetch(place: str, *, patterns: Sequence[str], what: str, option: str) -> Path:
+    """The place on this machine that an option names: a path, or the files of `owner/name`, downloaded once.
+
+    Args:
+        patterns: names of files to download, with * for any text.
+        what: what the folder holds, for messages.
 
     Raises:
         ConfigError: as `download_folder`, and names the option.
     """
+    if not is_hub_name(place):
+        return Path(place).expanduser()
     hub = _hub()
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*.fp16*"))
+        return Path(hub.snapshot_download(place, allow_patterns=list(patterns), ignore_patterns="*.fp16*"))
     except Exception as error:
-        raise option_error(option, name, _why(error, what=what, instead=option)) from error
+        raise option_error(option, place, _why(error, what=what, instead=option)) from error
 
 
 def fetch_files(name: str, *, files: Sequence[str], subfolders: Sequence[str], option: str) -> Path:

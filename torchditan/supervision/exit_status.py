@@ -28,8 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
 from torchditan.config.errors import ConfigError, shorten
-from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
-from torchditan.distributed.torch_versions import check_torch
+from torchditan.distributed.cpu_threads import limit_spinning
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.parent_death import die_with_launcher
 
@@ -114,8 +113,6 @@ def run_job(main: Callable[[], None]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     write_rank_status("running")
     try:
-        check_user_threads()
-        check_torch()
         main()
         write_rank_status("completed", exit_code=0)
         return 0

@@ -16,23 +16,22 @@ from torchditan.autoencoders import Autoencoder
 from torchditan.config.errors import option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.config.options import Config, cache_folder
-from torchditan.config.prompts import is_unicode
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset, ListedDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.drawing import SampleRows
 from torchditan.finetune.captions.encode import (
+    CachedTexts,
     Entries,
     Lookup,
     PipelineEncoders,
     TextEncoder,
-    batches_of_one_shape,
     check_options,
     encode_missing,
     find_text_encoder,
     open_image_autoencoder,
 )
 from torchditan.finetune.captions.tokens import beginning, describe_tokens
-from torchditan.finetune.published import family_of, patch_size_of
+from torchditan.finetune.published import family, patch_size_of
 from torchditan.finetune.published.stored_weights import find_lora
 from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import complete_from_autoencoder, decode_latents
@@ -64,15 +63,16 @@ class LatentSpace(SampleSpace):
         return decode_latents(self.config, samples, device=self.device, sample_dims=dims, at_once=self.at_once)
 
 
-class CachedCaptions(ImageDataset):
+Embed = Callable[[str], dict[str, torch.Tensor]]
+"""The embeddings of a caption."""
+
+
+class Captions(ImageDataset):
     """An ImageDataset whose items hold the model's condition: the embeddings of the captions.
 
     Args:
         source: the captioned images.
-        latents: their latents by `content_key`. None: the model trains on pixels.
-        shift, scale: (C,) normalisation of the latents.
-        texts: embeddings by the hash of the caption.
-        conditions: tensors that each sample adds to the condition (a video its first frame), by `content_key`.
+        embed: embeds a caption.
         prompts: the prompts of sample grids.
         negative: the negative prompt, or "".
         text_blocks: see `TextEncoder`.
@@ -83,43 +83,67 @@ class CachedCaptions(ImageDataset):
 
     def __init__(
         self,
-        source: CaptionSource,
+        source: CaptionSource | CaptionedPixels,
+        embed: Embed,
         *,
-        latents: TensorCache | None,
-        shift: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        texts: TensorCache,
-        conditions: TensorCache | None,
         prompts: SampleRows,
         negative: str,
         text_blocks: int,
         identity: str,
     ) -> None:
-        self.source = source
-        self.name = source.name
-        self.reading = source.reading
+        self.source: Any = source
+        self.embed = embed
+        self.name, self.reading = source.name, source.reading
         self.class_names = []
-        self.latents = latents
-        self.texts = texts
-        self.conditions = conditions
-        self.shift, self.scale = shift, scale
         self.prompts = prompts
         self.negative = negative
         self.text_blocks = text_blocks
-        self.fingerprint = identity
+        self.fingerprint = f"captions-{identity}"
         """Fingerprint of images, captions and encoders together. A resume with other data is refused."""
-        self.null_tensors = texts[hash_of("")]
+        self.null_tensors = embed("")
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def rows_of(self, prompts: Sequence[str]) -> SampleRows:
+        """Rows of samples of these texts, which are in the cache if there is one."""
+        return _rows_of(prompts, self.embed, negative=self.negative)
+
+
+class CachedCaptions(Captions):
+    """Images and captions that were encoded before training.
+
+    Args:
+        source, options: see `Captions`.
+        texts: embeddings of the captions.
+        latents: of the images, by `content_key`. None: the model trains on pixels.
+        shift, scale: (C,) normalisation of the latents.
+        conditions: tensors that each sample adds to the condition (a video its first frame), by `content_key`.
+    """
+
+    def __init__(
+        self,
+        source: CaptionSource,
+        texts: CachedTexts,
+        *,
+        latents: TensorCache | None,
+        shift: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        conditions: TensorCache | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, texts, **options)
+        self.latents = latents
+        self.conditions = conditions
+        self.shift, self.scale = shift, scale
         self.keys = [source.content_key(index) for index in range(len(source))] if latents is not None else None
-        self.variants = [[hash_of(text) for text in source.caption_variants(index)] for index in range(len(source))]
+        self.variants = [source.caption_variants(index) for index in range(len(source))]
         weights = (source.caption_weights(index) for index in range(len(source)))
         self.shares = {index: np.cumsum(each) for index, each in enumerate(weights) if len(set(each)) > 1}
         """Cumulative shares of the variants of each item whose variants are not drawn equally often."""
         self._pixels: dict[int, torch.Tensor] = {}
         common = int(self.groups()[0][0])
         self.sample_shape = tuple(self[common]["sample"].shape)
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def file_sizes(self) -> dict[str, dict[str, int]]:
         return self.source.file_sizes() if isinstance(self.source, ListedDataset) else {}
@@ -134,7 +158,7 @@ class CachedCaptions(ImageDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         own = {} if self.conditions is None else self.conditions[self.source.content_key(index)]
-        return {"sample": self._sample(index), **own, **self.texts[self.variants[index][0]]}
+        return {"sample": self._sample(index), **own, **self.embed(self.variants[index][0])}
 
     def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
         """The item at this position of the stream, with one of its captions and of their shuffles if it has several."""
@@ -144,11 +168,7 @@ class CachedCaptions(ImageDataset):
         drawn = uniform(seed, "caption", [position]).item()
         shares = self.shares.get(index)
         chosen = int(drawn * len(variants)) if shares is None else np.searchsorted(shares[:-1], drawn, side="right")
-        return {**item, **self.texts[variants[chosen]]}
-
-    def rows_of(self, prompts: Sequence[str]) -> SampleRows:
-        """Rows of samples of these texts, which are in the cache."""
-        return _rows_of(prompts, lambda text: self.texts[hash_of(text)], negative=self.negative)
+        return {**item, **self.embed(variants[chosen])}
 
     def _sample(self, index: int) -> torch.Tensor:
         if self.latents is None:
@@ -168,42 +188,18 @@ class CachedCaptions(ImageDataset):
         return pixels
 
 
-class LookedUpCaptions(ImageDataset):
-    """An ImageDataset of pixels, with the embeddings of their captions.
+class LookedUpCaptions(Captions):
+    """Pixels, whose captions are embedded when an item is read."""
 
-    Args:
-        source: the captioned pixels.
-        texts: embeds a caption.
-        prompts: the prompts of sample grids.
-        negative: the negative prompt, or "".
-    """
-
-    horizontal_flip = False
-
-    def __init__(self, source: CaptionedPixels, texts: Lookup, *, prompts: SampleRows, negative: str) -> None:
-        self.source = source
-        self.texts = texts
-        self.prompts = prompts
-        self.negative = negative
-        self.name = source.name
-        self.reading = source.reading
+    def __init__(self, source: CaptionedPixels, embed: Lookup, *, prompts: SampleRows, negative: str) -> None:
+        identity = hash_of(source.fingerprint or source.name, embed.encoder.identity)[:16]
+        text_blocks = embed.encoder.text_blocks
+        super().__init__(source, embed, prompts=prompts, negative=negative, text_blocks=text_blocks, identity=identity)
         self.sample_shape = source.sample_shape
-        self.class_names = []
-        of_source = source.fingerprint or source.name
-        self.fingerprint = f"captions-{hash_of(of_source, texts.encoder.identity)[:16]}"
-        self.text_blocks = texts.encoder.text_blocks
-        self.null_tensors = texts("")
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         item = self.source[index]
-        return {"sample": item["sample"], **self.texts(item["caption"])}
-
-    def rows_of(self, prompts: Sequence[str]) -> SampleRows:
-        """Rows of samples of these texts."""
-        return _rows_of(prompts, self.texts, negative=self.negative)
+        return {"sample": item["sample"], **self.embed(item["caption"])}
 
 
 def open_captions(
@@ -237,9 +233,9 @@ def open_captions(
     assert not isinstance(validation, CaptionedPixels)
     sources = [source for source in (train, validation) if source is not None]
     own = _own_prompts(sources)
-    prompts = config.sampling.prompts or [text for text, _, _ in own]
+    prompts = config.sampling.prompts or [source.captions[index] for source, index in own]
     captions = {text for source in sources for index in range(len(source)) for text in source.caption_variants(index)}
-    negative = _check_texts(config, prompts)
+    negative = config.sampling.negative_prompt
     drawn = {*prompts, *(sources[0].captions if config.evaluation.freq else ())}
     texts = _encode_texts(config, {*captions, *drawn, negative}, encoders, folder=folder, rank=rank)
     if rank.rank == 0 and not config.job.print_config:
@@ -248,18 +244,18 @@ def open_captions(
     conditions = _encode_conditions(config, sources, encoders, autoencoder, folder=folder, rank=rank)
     rows = _rows_of(
         prompts,
-        lambda text: texts[hash_of(text)],
+        texts,
         negative=negative,
-        conditions=[] if conditions is None else [conditions[key] for _, _, key in own],
-        references=None if config.sampling.prompts else torch.stack([image() for _, image, _ in own]),
+        conditions=[] if conditions is None else [conditions[source.content_key(index)] for source, index in own],
+        references=None if config.sampling.prompts else torch.stack([source[index]["sample"] for source, index in own]),
     )
     opened = [
         CachedCaptions(
             source,
+            texts,
             latents=latents,
             shift=None if autoencoder is None else autoencoder.shift,
             scale=None if autoencoder is None else autoencoder.scale,
-            texts=texts,
             conditions=conditions,
             prompts=rows,
             negative=negative,
@@ -270,7 +266,11 @@ def open_captions(
     ]
     if rank.device.type == "cuda":
         torch.cuda.empty_cache()  # memory of the encoders, which nothing references any more
-    space = _space(config, autoencoder, sample_shape=opened[0].sample_shape, device=rank.device)
+    space = SampleSpace(opened[0].sample_shape, config.autoencoder)
+    if autoencoder is not None:
+        completed = complete_from_autoencoder(config.autoencoder, autoencoder)
+        at_once = config.metrics.sample_batch_size
+        space = LatentSpace(completed, sample_shape=opened[0].sample_shape, at_once=at_once, device=rank.device)
     return opened[0], opened[1] if len(opened) > 1 else None, space
 
 
@@ -282,21 +282,19 @@ def _open_pixels(
     Raises:
         ConfigError: an option needs encoded images or captions, or the text encoder is not a lookup.
     """
-    section, given = config.autoencoder, config.text_encoder
-    chosen = {
+    chosen: dict[str, tuple[object, str]] = {
         "cache.only": (config.cache.only or None, "leave it out"),
-        "autoencoder.name": (section.name, "leave it out to train on pixels"),
-        "autoencoder.path": (section.path, "leave it out to train on pixels"),
+        "autoencoder.name": (config.autoencoder.name, "leave it out to train on pixels"),
+        "autoencoder.path": (config.autoencoder.path, "leave it out to train on pixels"),
         "model.name": (config.model.name if config.model.name in FAMILIES else None, "must be dit"),
     }
     if not encoder.is_lookup:
-        chosen["text_encoder.path"] = (given.path, "leave it out for wordllama, which only looks up embeddings")
-        chosen["text_encoder.name"] = (given.name, "must be wordllama, which only looks up embeddings")
+        chosen["text_encoder.name"] = (config.text_encoder.name, "must be wordllama, which only looks up embeddings")
     for option, (value, right) in chosen.items():
         if value is not None:
             raise option_error(option, value, f"{train.name} encodes nothing in advance; {right}")
     texts, prompts = Lookup(encoder), config.sampling.prompts
-    negative = _check_texts(config, prompts)
+    negative = config.sampling.negative_prompt
     if rank.rank == 0 and not config.job.print_config:
         _report_tokens(encoder, captions=(), prompts={*prompts, negative})
     source = validation or train
@@ -312,20 +310,7 @@ def _open_pixels(
         for source in (train, validation)
     ]
     assert opened[0] is not None
-    return opened[0], opened[1], SampleSpace(train.sample_shape, section)
-
-
-def _space(
-    config: Config, autoencoder: Autoencoder | None, *, sample_shape: tuple[int, ...], device: torch.device
-) -> SampleSpace:
-    if autoencoder is None:
-        return SampleSpace(sample_shape, config.autoencoder)
-    return LatentSpace(
-        complete_from_autoencoder(config.autoencoder, autoencoder),
-        sample_shape=sample_shape,
-        at_once=config.metrics.sample_batch_size,
-        device=device,
-    )
+    return opened[0], opened[1], SampleSpace(train.sample_shape, config.autoencoder)
 
 
 def rows_of_prompts(
@@ -352,27 +337,12 @@ def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tup
     """
     folder = cache_folder(config)
     encoders = find_text_encoder(config, memory=folder / "files")
-    negative = _check_texts(config, prompts)
-    if encoders.is_lookup:
-        look_up = Lookup(encoders)
-        _report_tokens(encoders, captions=(), prompts={*prompts, negative})
-        return _rows_of(prompts, look_up, negative=negative), look_up("")
-    texts = _encode_texts(config, {*prompts, negative}, encoders, folder=folder, rank=rank)
-    _report_tokens(encoders, captions=(), prompts={*prompts, negative})
-    return _rows_of(prompts, lambda text: texts[hash_of(text)], negative=negative), texts[hash_of("")]
-
-
-def _check_texts(config: Config, prompts: Sequence[str]) -> str:
-    """The negative prompt, after checking it and the prompts. Sources check their captions.
-
-    Raises:
-        ConfigError: one is not Unicode.
-    """
     negative = config.sampling.negative_prompt
-    for option, texts in (("sampling.prompts", prompts), ("sampling.negative_prompt", [negative])):
-        if (broken := next((text for text in texts if not is_unicode(text)), None)) is not None:
-            raise option_error(option, ascii(broken), "must be Unicode text: half of a character is missing")
-    return negative
+    embed: Embed = Lookup(encoders)
+    if not encoders.is_lookup:
+        embed = _encode_texts(config, {*prompts, negative}, encoders, folder=folder, rank=rank)
+    _report_tokens(encoders, captions=(), prompts={*prompts, negative})
+    return _rows_of(prompts, embed, negative=negative), embed("")
 
 
 def _report_tokens(encoders: TextEncoder, *, captions: Collection[str], prompts: Collection[str]) -> None:
@@ -391,7 +361,7 @@ def _report_tokens(encoders: TextEncoder, *, captions: Collection[str], prompts:
 
 def _rows_of(
     prompts: Sequence[str],
-    embed: Callable[[str], dict[str, torch.Tensor]],
+    embed: Embed,
     *,
     negative: str,
     conditions: Sequence[dict[str, torch.Tensor]] = (),
@@ -405,15 +375,15 @@ def _rows_of(
     return SampleRows(
         names=[beginning(text) for text in prompts],
         numbers=list(range(len(prompts))),
-        tensors=_stack(entries),
+        tensors={name: torch.stack([entry[name] for entry in entries]) for name in entries[0]},
         prompts=list(prompts),
         references=references,
         negative=embed(negative) if negative else None,
     )
 
 
-def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]:
-    """(caption, source of its image, content key) of images of the common shape, held-out ones if there are any.
+def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[CaptionSource, int]]:
+    """Images of the common shape with different captions, held-out ones if there are any.
 
     They are spread evenly over the images, because files of one kind often follow each other.
     """
@@ -422,20 +392,14 @@ def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]
     count = len(source.captions)
     step = -(-count // _NUM_PROMPTS)
     for index in (index for first in range(step) for index in range(first, count, step)):
-        if len(chosen) == _NUM_PROMPTS:
-            break
-        if tuple(source.shape_of(index)) == shape:
+        if len(chosen) < _NUM_PROMPTS and tuple(source.shape_of(index)) == shape:
             chosen.setdefault(source.captions[index], index)
-    if not chosen:
-        return _own_prompts(sources[:1])
-    return [
-        (text, lambda index=index: source[index]["sample"], source.content_key(index)) for text, index in chosen.items()
-    ]
+    return [(source, index) for index in chosen.values()] or _own_prompts(sources[:1])
 
 
 def _encode_texts(
     config: Config, captions: set[str], encoders: TextEncoder, *, folder: Path, rank: Rank
-) -> TensorCache:
+) -> CachedTexts:
     """The cache, after encoding all of these texts and the empty caption."""
     cache = TensorCache(folder / "text", encoders.identity)
 
@@ -458,10 +422,10 @@ def _encode_texts(
         what="captions",
         rank=rank,
         open_encoder=open_encoder,
-        batch_of=lambda texts: [list(texts[i : i + _TEXTS_AT_ONCE]) for i in range(0, len(texts), _TEXTS_AT_ONCE)],
+        at_once=_TEXTS_AT_ONCE,
         timeout_seconds=config.comm.init_timeout_seconds,
     )
-    return cache
+    return CachedTexts(cache)
 
 
 def _encode_images(
@@ -471,14 +435,12 @@ def _encode_images(
     _check_sizes(config, sources, autoencoder)
     if autoencoder is None:
         return None, None
-    if (frames := config.dataset.num_frames) is not None:
-        step = family_of(config).temporal_downsampling
-        if (frames - 1) % step:
-            right = f"must be 1 more than a multiple of {step}, the frames per latent frame"
-            raise option_error("dataset.num_frames", frames, right)
+    frames = config.dataset.num_frames
+    step = 1 if frames is None else family(config.model.name).temporal_downsampling
+    if frames is not None and (frames - 1) % step:
+        right = f"must be 1 more than a multiple of {step}, the frames per latent frame"
+        raise option_error("dataset.num_frames", frames, right)
     cache = TensorCache(folder / "latents", f"{autoencoder.fingerprint}-{str(autoencoder.dtype).split('.')[-1]}")
-
-    at_once = _IMAGES_AT_ONCE if config.dataset.num_frames is None else 1
 
     def encode(batch: list[tuple[CaptionSource, int]]) -> Entries:
         images = torch.stack([source[index]["sample"] for source, index in batch])
@@ -491,7 +453,8 @@ def _encode_images(
         what="images",
         rank=rank,
         open_encoder=lambda: encode,
-        batch_of=lambda items: batches_of_one_shape(items, lambda item: item[0].shape_of(item[1]), at_once),
+        at_once=_IMAGES_AT_ONCE if frames is None else 1,
+        shape_of=lambda item: item[0].shape_of(item[1]),
         timeout_seconds=config.comm.init_timeout_seconds,
     )
     return cache, autoencoder
@@ -528,12 +491,10 @@ def _encode_conditions(
     """Cache of the tensors that samples add to the condition; None if the model uses none."""
     if config.model.name not in FAMILIES:
         return None
-    cls = family_of(config)
+    cls = family(config.model.name)
     if not cls.kept & cls.tensor_names(config.model.flavor):
         return None
-    if not isinstance(encoders, PipelineEncoders):
-        right = f"{cls.name} also needs the image encoders of its pipeline; must be pipeline"
-        raise option_error("text_encoder.name", config.text_encoder.name, right)
+    assert isinstance(encoders, PipelineEncoders)
     assert autoencoder is not None and autoencoder.shift is not None and autoencoder.scale is not None
     shift, scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
     normalization = json.dumps([shift, scale, str(autoencoder.dtype)])
@@ -558,7 +519,7 @@ def _encode_conditions(
         what="first frames",
         rank=rank,
         open_encoder=open_encoder,
-        batch_of=lambda items: [[item] for item in items],
+        at_once=1,
         timeout_seconds=config.comm.init_timeout_seconds,
     )
     return cache
@@ -572,8 +533,4 @@ def _identity(source: CaptionSource, encoders: TextEncoder, autoencoder: Autoenc
             [source.content_key(index), *source.caption_variants(index), *(weights if len(set(weights)) > 1 else [])]
         )
     latents = "pixels" if autoencoder is None else autoencoder.fingerprint
-    return f"captions-{hash_of(json.dumps(items), encoders.identity, latents)[:16]}"
-
-
-def _stack(entries: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
+    return hash_of(json.dumps(items), encoders.identity, latents)[:16]

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,11 +26,11 @@ from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.options import Config
 from torchditan.distributed.process_group import Rank
 from torchditan.finetune.captions.tokens import Tokenizer, tokenizer_of_transformers
-from torchditan.finetune.published import PublishedModel, family_of
+from torchditan.finetune.published import PublishedModel, family
 from torchditan.finetune.published.base import require
 from torchditan.finetune.published.stored_weights import HOW_TO_GET
 from torchditan.registry import FAMILIES, TEXT_ENCODERS, build, registered, resolve
-from torchditan.run.hub import fetch, is_hub_name
+from torchditan.run.hub import fetch
 from torchditan.run.progress import report_progress
 from torchditan.run.tensor_cache import TensorCache, hash_of, identity_of_files
 
@@ -100,15 +101,26 @@ class Lookup:
         return {"encoder": self.encoder, "_encode": None}
 
 
+class CachedTexts:
+    """Embeddings by caption, encoded before and read from a cache."""
+
+    def __init__(self, cache: TensorCache) -> None:
+        self.cache = cache
+
+    def __call__(self, caption: str) -> dict[str, torch.Tensor]:
+        return self.cache[hash_of(caption)]
+
+
 class PipelineEncoders(TextEncoder):
-    """The text encoders of one diffusers pipeline.
+    """The text encoders of one diffusers pipeline, through the `encode_prompt` of its family.
 
     Args:
-        cls: family of the model.
-        pipeline_class: class of diffusers that encodes.
+        cls: family of the pipeline.
         folder: the saved pipeline.
+        pipeline_class: class of diffusers that encodes.
         max_length: tokens of a caption.
         dtype: dtype of the encoders and of the stored embeddings.
+        memory: folder in which checksums of large files are remembered.
     """
 
     def __init__(
@@ -126,13 +138,45 @@ class PipelineEncoders(TextEncoder):
         self.folder = folder
         self.max_length = max_length
         self.dtype = dtype
-        parts = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_text_part(path.name)]
+        parts = [path for path in sorted(folder.iterdir()) if path.is_dir() and path.name.startswith(TEXT_PARTS)]
         identities = [f"{path.name} {identity_of_files(path, memory=memory)}" for path in parts]
         self.identity = hash_of(pipeline_class, str(max_length), str(dtype), *identities)[:16]
 
     @classmethod
     def find(cls, config: Config, *, memory: Path) -> PipelineEncoders:
-        return find_pipeline(config, family_of(config), memory=memory)
+        """The pipeline at `text_encoder.path` or `model.path`. A published model needs that of its flavor."""
+        option = "text_encoder.path" if config.text_encoder.path is not None else "model.path"
+        place = config.text_encoder.path or config.model.path
+        if place is None:
+            right = "must be given to encode captions: a folder or hub name of a whole pipeline"
+            raise option_error("text_encoder.path", None, right)
+        folder = folder_of(place, patterns=["model_index.json", "scheduler/*", *(f"{part}*/*" for part in TEXT_PARTS)])
+        if not (folder / "model_index.json").is_file():
+            right = f"{'is not a saved pipeline' if folder.exists() else 'does not exist'}; {HOW_TO_GET}"
+            if option == "model.path" and folder.exists():
+                right = "holds only the transformer; give the whole pipeline as --text_encoder.path"
+            raise option_error(option, place, right)
+        found = json.loads((folder / "model_index.json").read_text(encoding="utf-8-sig")).get("_class_name")
+        own = config.model.name not in FAMILIES
+        # The sizes of our own model define no caption length: captions have as many tokens as a published model's.
+        classes = {
+            flavor.pipeline_class or each.pipeline_class: (each, flavor)
+            for each in map(family, FAMILIES if own else [config.model.name])
+            for name, flavor in each.flavors.items()
+            if own or name == config.model.flavor
+        }
+        if found not in classes:
+            right = f"is a {found}, whose encoders do not match {config.model.name}; must be {' or '.join(classes)}"
+            raise option_error(option, place, right)
+        of_pipeline, flavor = classes[found]
+        return cls(
+            of_pipeline,
+            folder,
+            pipeline_class=found,
+            max_length=config.text_encoder.max_length or flavor.text_length,
+            dtype=getattr(torch, config.text_encoder.dtype),
+            memory=memory,
+        )
 
     def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
         pipeline = self.open_pipeline(device)
@@ -147,10 +191,7 @@ class PipelineEncoders(TextEncoder):
         if name is None or not (self.folder / name).is_dir():
             return None
         silence_libraries("transformers")
-        try:
-            tokenizer = require("transformers").AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError):
-            return None
+        tokenizer = require("transformers").AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
         length = min(self.max_length, tokenizer.model_max_length)
         return tokenizer_of_transformers(tokenizer, max_length=length)
 
@@ -163,7 +204,7 @@ class PipelineEncoders(TextEncoder):
         require("transformers")
         pipeline_class = getattr(require("diffusers"), self.pipeline_class)
         left_out: dict[str, None] = {self.cls.subfolder: None, "vae": None}
-        parts = [path.name for path in self.folder.iterdir() if is_text_part(path.name)]
+        parts = [path.name for path in self.folder.iterdir() if path.name.startswith(TEXT_PARTS)]
         left_out |= {name: None for name in parts if name.startswith("image_") != of_images}
         dtype = torch.float32 if of_images else self.dtype  # image encoders take float32 images
         silence_libraries("diffusers", "transformers")
@@ -181,12 +222,14 @@ class AutomaticEncoder(TextEncoder):
 
     @classmethod
     def find(cls, config: Config, *, memory: Path) -> TextEncoder:
+        place = config.text_encoder.path
         if config.model.name in FAMILIES:
             kind = "pipeline"
-        elif (place := config.text_encoder.path) is None:
+        elif place is None:
             kind = "wordllama"
         else:
-            kind = "pipeline" if _is_pipeline(place) else "transformers"
+            folder = folder_of(place, patterns=["model_index.json", "config.json"])
+            kind = "pipeline" if (folder / "model_index.json").is_file() else "transformers"
         found: TextEncoder = registered(TEXT_ENCODERS, kind).find(config, memory=memory)
         return found
 
@@ -194,35 +237,9 @@ class AutomaticEncoder(TextEncoder):
         raise AssertionError("`find` returns another encoder")
 
 
-def _is_pipeline(place: str) -> bool:
-    """Whether a pipeline is there; False if an encoder is, or nothing.
-
-    Raises:
-        ConfigError: what is there is neither.
-    """
-    folder = Path(place).expanduser()
-    if is_hub_name(place):
-        patterns = ["model_index.json", "config.json"]
-        folder = fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
-    if (folder / "model_index.json").is_file():
-        return True
-    if folder.exists() and not (folder / "config.json").is_file():
-        right = (
-            "is neither a pipeline that diffusers saved (model_index.json) nor a model of transformers (config.json)"
-        )
-        raise option_error("text_encoder.path", place, right)
-    return False
-
-
-def check_own_model(config: Config) -> None:
-    """Refuse an encoder of another origin for a published model.
-
-    Raises:
-        ConfigError: the model is a published one.
-    """
-    if config.model.name in FAMILIES:
-        right = f"{config.model.name} reads the embeddings of its own pipeline; must be pipeline or auto"
-        raise option_error("text_encoder.name", config.text_encoder.name, right)
+def folder_of(place: str, *, patterns: Sequence[str]) -> Path:
+    """The folder at `text_encoder.path`; for a hub name, the files of these patterns are fetched first."""
+    return fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
 
 
 def silence_libraries(*names: str) -> None:
@@ -235,66 +252,15 @@ def silence_libraries(*names: str) -> None:
     warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")
 
 
-def is_text_part(name: str) -> bool:
-    """Whether a folder of a saved pipeline belongs to the text encoders."""
-    return name.startswith(TEXT_PARTS)
-
-
 def find_text_encoder(config: Config, *, memory: Path) -> TextEncoder:
-    """The encoder of `text_encoder.name`."""
+    """The encoder of `text_encoder.name`. A published model reads the embeddings of its own pipeline."""
     option, text = "text_encoder.name", config.text_encoder.name
     kind, options = resolve(TEXT_ENCODERS, option, text)
+    if config.model.name in FAMILIES and not issubclass(kind, AutomaticEncoder | PipelineEncoders):
+        right = f"{config.model.name} reads the embeddings of its own pipeline; must be pipeline or auto"
+        raise option_error(option, text, right)
     encoder: TextEncoder = build(kind.find, option, text, config, memory=memory, **options)
     return encoder
-
-
-def find_pipeline(config: Config, cls: type[PublishedModel], *, memory: Path) -> PipelineEncoders:
-    """The text encoders at `text_encoder.path` or `model.path`.
-
-    Raises:
-        ConfigError: they do not exist, or belong to another model.
-    """
-    option = "text_encoder.path" if config.text_encoder.path is not None else "model.path"
-    place = config.text_encoder.path or config.model.path
-    if place is None:
-        right = f"must be given to encode captions: a folder or hub name of a whole {cls.pipeline_class}"
-        raise option_error("text_encoder.path", None, right)
-    folder = Path(place).expanduser()
-    if is_hub_name(place):
-        patterns = ["model_index.json", "scheduler/*", *(f"{part}*/*" for part in TEXT_PARTS)]
-        folder = fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
-    if not folder.exists():
-        raise option_error(option, place, f"does not exist; {HOW_TO_GET}")
-    if not (folder / "model_index.json").is_file():
-        right = f"is not a saved pipeline (it has no model_index.json), so it has no text encoders; {HOW_TO_GET}"
-        if option == "model.path":
-            right = "holds only the transformer; give the whole pipeline as --text_encoder.path"
-        raise option_error(option, place, right)
-    # The sizes of our own model do not define a caption length: captions have as many tokens as a published model's.
-    flavor = cls.flavors[config.model.flavor if config.model.name == cls.name else next(reversed(cls.flavors))]
-    pipeline_class = flavor.pipeline_class or cls.pipeline_class
-    _check_pipeline(folder, pipeline_class, name=config.model.name, option=option, place=place)
-    return PipelineEncoders(
-        cls,
-        folder,
-        pipeline_class=pipeline_class,
-        max_length=config.text_encoder.max_length or flavor.text_length,
-        dtype=getattr(torch, config.text_encoder.dtype),
-        memory=memory,
-    )
-
-
-def _check_pipeline(folder: Path, pipeline_class: str, *, name: str, option: str, place: str) -> None:
-    try:
-        found = json.loads((folder / "model_index.json").read_text(encoding="utf-8-sig")).get("_class_name")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        raise option_error(option, place, "its model_index.json cannot be read") from None
-    text_parts = [path.name for path in folder.iterdir() if is_text_part(path.name)]
-    if found != pipeline_class:
-        right = f"is a {found}, whose encoders do not match {name}; must be a {pipeline_class}"
-        raise option_error(option, place, right)
-    if not text_parts:
-        raise option_error(option, place, f"has no text encoder; {HOW_TO_GET}")
 
 
 def encode_missing(
@@ -304,20 +270,19 @@ def encode_missing(
     what: str,
     rank: Rank,
     open_encoder: Callable[[], Callable[[list[Any]], Entries]],
-    batch_of: Callable[[Sequence[Any]], list[list[Any]]],
+    at_once: int,
+    shape_of: Callable[[Any], tuple[int, ...]] = lambda item: (),
     timeout_seconds: float,
-) -> int:
+) -> None:
     """Encode every wanted entry that the cache lacks. All ranks must call it.
 
     Args:
         wanted: key -> item to encode.
         what: name of the items in the progress line: "captions".
         open_encoder: returns a function that encodes one batch; called only if this rank has entries to encode.
-        batch_of: splits the missing items into batches.
+        at_once: items in a batch, at most.
+        shape_of: of an item; the items of a batch have one shape.
         timeout_seconds: longest wait for another rank without any progress.
-
-    Returns:
-        Number of entries that were missing.
     """
     cache.refresh()
     missing = {key: value for key, value in wanted.items() if key not in cache}
@@ -328,7 +293,7 @@ def encode_missing(
         start = written_at = time.perf_counter()
         pending: Entries = {}
         with report_progress(f"encoding {what}", total=len(mine), unit=what) as advance:
-            for batch in batch_of(mine):
+            for batch in _batches_of_one_shape(mine, shape_of, at_once):
                 try:
                     pending.update(encode(batch))
                 except ConfigError as error:
@@ -345,7 +310,6 @@ def encode_missing(
             print(f"encoding {what}: {len(mine)}/{len(mine)}, {rate:.1f}/s", flush=True)
     with report_progress(f"waiting for {what} of the other ranks"):
         _wait_for_others(cache, missing, what=what, timeout_seconds=timeout_seconds)
-    return len(missing)
 
 
 def _wait_for_others(cache: TensorCache, wanted: dict[str, Any], *, what: str, timeout_seconds: float) -> None:
@@ -369,9 +333,9 @@ def open_image_autoencoder(config: Config, *, device: torch.device) -> Autoencod
         ConfigError: it cannot be opened, or does not publish a normalisation.
     """
     section = config.autoencoder
-    if section.name is None and config.model.name not in FAMILIES and section.path is None:
-        return None
     if section.name is None:
+        if section.path is None and config.model.name not in FAMILIES:
+            return None
         place = section.path or config.text_encoder.path or config.model.path
         if place is None or Path(place).expanduser().is_file():
             right = "must be given to encode images: a saved pipeline, or the folder of its vae"
@@ -379,16 +343,14 @@ def open_image_autoencoder(config: Config, *, device: torch.device) -> Autoencod
         section = replace(section, name="diffusers", path=place)
     autoencoder = open_autoencoder(section, device=device)
     if autoencoder.shift is None:
-        raise option_error(
-            "autoencoder.scale", None, f"{autoencoder.name} publishes no normalisation; set shift and scale"
-        )
+        right = f"{autoencoder.name} publishes no normalisation; set shift and scale"
+        raise option_error("autoencoder.scale", None, right)
     return autoencoder
 
 
-def batches_of_one_shape(
+def _batches_of_one_shape(
     items: Sequence[Any], shape_of: Callable[[Any], tuple[int, ...]], size: int
 ) -> list[list[Any]]:
-    """Batches of at most `size` items, each of one shape."""
     by_shape: dict[tuple[int, ...], list[Any]] = {}
     for item in items:
         by_shape.setdefault(shape_of(item), []).append(item)
@@ -400,14 +362,12 @@ def check_options(config: Config) -> None:
     if config.model.name not in FAMILIES and config.model.text is None:
         right = "must be in_context, cross_attention or joint to train on captions; or choose a dataset with labels"
         raise option_error("model.text", None, right)
-    if config.autoencoder.online or config.autoencoder.sample_posterior:
-        option = "online" if config.autoencoder.online else "sample_posterior"
-        right = "captioned images are encoded once, to the mean of their latents; leave it out"
-        raise option_error(f"autoencoder.{option}", True, right)
-    if config.dataset.horizontal_flip:
-        right = "encoded images cannot be mirrored; add mirrored images, or leave it out"
-        raise option_error("dataset.horizontal_flip", True, right)
-    if config.dataset.streaming:
-        raise ConfigError(
-            "dataset.streaming = true: captions are encoded before training, which needs all of them; leave it out"
-        )
+    encoded = "captioned images are encoded once, before training"
+    for option, right in (
+        ("autoencoder.online", f"{encoded}; leave it out"),
+        ("autoencoder.sample_posterior", f"{encoded}, to the mean of their latents; leave it out"),
+        ("dataset.horizontal_flip", "encoded images cannot be mirrored; add mirrored images, or leave it out"),
+        ("dataset.streaming", f"{encoded}, which needs all of them; leave it out"),
+    ):
+        if attrgetter(option)(config):
+            raise option_error(option, True, right)

@@ -9,7 +9,6 @@ Notable:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +19,8 @@ import torch
 from torchditan.config.errors import first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.config.options import Config
-from torchditan.finetune.captions.encode import TextEncoder, check_own_model, silence_libraries
+from torchditan.finetune.captions.encode import TextEncoder, folder_of, silence_libraries
 from torchditan.finetune.captions.tokens import Tokenizer, tokenizer_of_transformers
-from torchditan.run.hub import fetch, is_hub_name
 from torchditan.run.tensor_cache import hash_of, identity_of_files
 
 FILES = [
@@ -53,24 +51,17 @@ class SingleEncoder(TextEncoder):
 
     @classmethod
     def find(cls, config: Config, *, memory: Path) -> SingleEncoder:
-        check_own_model(config)
         given = config.text_encoder
         if given.path is None:
             right = "must be given: a folder or hub name of an encoder that transformers opens, such as a FLAN-T5"
             raise option_error("text_encoder.path", None, right)
         import_optional("transformers", extra="text")
-        folder = Path(given.path).expanduser()
-        if is_hub_name(given.path):
-            folder = fetch(given.path, patterns=FILES, what="text encoder", option="text_encoder.path")
+        folder = folder_of(given.path, patterns=FILES)
         if not folder.exists():
             right = "does not exist; must be a folder that transformers saved or a hub name: google/flan-t5-base"
             raise option_error("text_encoder.path", given.path, right)
-        try:
-            content = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict) or "model_type" not in content:
-            right = "is not a model that transformers saved (its config.json names no model_type)"
+        if not (folder / "config.json").is_file():
+            right = "is neither a pipeline of diffusers (model_index.json) nor a model of transformers (config.json)"
             raise option_error("text_encoder.path", given.path, right)
         return cls(folder, max_length=given.max_length, dtype=getattr(torch, given.dtype), memory=memory)
 

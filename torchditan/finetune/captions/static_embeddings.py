@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import how_to_install, import_optional
 from torchditan.config.options import Config
-from torchditan.finetune.captions.encode import TextEncoder, check_own_model
+from torchditan.finetune.captions.encode import TextEncoder
 from torchditan.finetune.captions.tokens import TokenCount, Tokenizer
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.tensor_cache import hash_of
@@ -52,7 +52,6 @@ class StaticEmbeddings(TextEncoder):
 
     @classmethod
     def find(cls, config: Config, *, memory: Path) -> StaticEmbeddings:
-        check_own_model(config)
         given = config.text_encoder
         if given.path is not None:
             raise option_error("text_encoder.path", given.path, "wordllama is a package; leave it out")

@@ -68,17 +68,10 @@ _REST = {
 }
 
 
-def exponential_shift(
-    num_tokens: int,
-    *,
-    base_tokens: int = 256,
-    max_tokens: int = 4096,
-    base_shift: float = 0.5,
-    max_shift: float = 1.15,
-) -> float:
-    """exp(mu), with mu on the line through (base_tokens, base_shift) and (max_tokens, max_shift)."""
-    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
-    return math.exp(base_shift + slope * (num_tokens - base_tokens))
+def exponential_shift(num_tokens: int, *, max_tokens: int = 4096, max_shift: float = 1.15) -> float:
+    """exp(mu), with mu on the line through (256 tokens, 0.5) and (max_tokens, max_shift)."""
+    slope = (max_shift - 0.5) / (max_tokens - 256)
+    return math.exp(0.5 + slope * (num_tokens - 256))
 
 
 class Flux(PublishedModel):

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchditan.config.errors import ConfigError, first_line, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.finetune.published.base import require
-from torchditan.run.hub import fetch, is_hub_name
+from torchditan.run.hub import fetch
+from torchditan.weights.safetensors_files import open_file
 
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
 """Prefixes of the names of a transformer's tensors in files."""
@@ -42,53 +42,26 @@ class PublishedWeights:
         """The config.json of the folder; None for a single file."""
         if self.is_file:
             return None
-        try:
-            content = json.loads((self.path / "config.json").read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError):
-            raise option_error("model.path", str(self.path), "its config.json cannot be read") from None
-        if not isinstance(content, dict):
-            raise option_error("model.path", str(self.path), "its config.json is not a JSON object")
+        content: dict[str, Any] = json.loads((self.path / "config.json").read_text(encoding="utf-8-sig"))
         return content
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape of the tensors in a folder, from the headers of its files.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
-        from safetensors import SafetensorError, safe_open
-
+        """Name -> shape of the tensors in a folder, from the headers of its files."""
         shapes: dict[str, torch.Size] = {}
-        try:
-            for file in self.files():
-                with safe_open(file, framework="pt") as reader:
-                    shapes |= {name: torch.Size(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(error) from error
+        for file in self.files():
+            with open_file(file) as reader:
+                shapes |= {name: torch.Size(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
         return shapes
 
-    def _unreadable(self, error: Exception) -> ConfigError:
-        return option_error("model.path", str(self.path), f"cannot be read: {first_line(error)}")
-
     def tensors(self, *, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in diffusers, full tensor on the CPU in its stored dtype), one at a time.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            if self.is_file:
-                yield from self._converted(model_class, config)
-                return
-            with ExitStack() as stack:
-                for file in self.files():
-                    reader = stack.enter_context(safe_open(file, framework="pt"))
-                    for name in reader.keys():  # noqa: SIM118  no mapping: it has only this
-                        yield name, reader.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(error) from error
+        """Yield (name in diffusers, full tensor on the CPU in its stored dtype), one at a time."""
+        if self.is_file:
+            yield from self._converted(model_class, config)
+            return
+        for file in self.files():
+            with open_file(file) as reader:
+                for name in reader.keys():  # noqa: SIM118  no mapping: it has only this
+                    yield name, reader.get_tensor(name)
 
     def files(self) -> list[Path]:
         """The safetensors files of a folder: those listed in its index, or its only file.
@@ -96,41 +69,30 @@ class PublishedWeights:
         Raises:
             ConfigError: the folder has no such file, or some are missing.
         """
-        indices = sorted(self.path.glob("*.safetensors.index.json"))
-        if indices:
-            try:
-                names = set(json.loads(indices[0].read_text(encoding="utf-8-sig"))["weight_map"].values())
-                files = sorted(self.path / name for name in names)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raise option_error("model.path", str(self.path), f"its {indices[0].name} cannot be read") from None
+        if indices := sorted(self.path.glob("*.safetensors.index.json")):
+            listed = json.loads(indices[0].read_text(encoding="utf-8-sig"))["weight_map"].values()
+            files = [self.path / Path(name).name for name in sorted(set(listed))]
         else:
             files = sorted(self.path.glob("*.safetensors"))
-            whole = [file for file in files if file.name == "diffusion_pytorch_model.safetensors"]
-            files = whole or files
-        try:
-            missing = [file.name for file in files if not file.is_file()]
-        except (OSError, ValueError):  # names that no file can have
-            raise option_error("model.path", str(self.path), f"its {indices[0].name} cannot be read") from None
+            files = [file for file in files if file.name == "diffusion_pytorch_model.safetensors"] or files
+        missing = [f"no {file.name}" for file in files if not file.is_file()]
         if missing or not files:
-            what = f"has no {missing[0]}" if missing else "has no .safetensors file"
-            raise option_error("model.path", str(self.path), f"{what}; {HOW_TO_GET}")
+            right = f"has {'no .safetensors file' if not files else missing[0]}; {HOW_TO_GET}"
+            raise option_error("model.path", str(self.path), right)
         return files
 
     def _converted(self, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors.torch import load_file
-
-        table = require("diffusers.loaders.single_file_model").SINGLE_FILE_LOADABLE_CLASSES
-        convert = table.get(model_class, {}).get("checkpoint_mapping_fn")
-        checkpoint = load_file(self.path)
+        with open_file(self.path) as reader:
+            checkpoint = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
         if bare := _with_diffusers_names(checkpoint):
-            checkpoint = bare
-        elif convert is not None:
-            try:
-                checkpoint = convert(config=config, checkpoint=checkpoint)
-            except (KeyError, ValueError, RuntimeError, IndexError, StopIteration) as error:
-                reason = f"{model_class} of diffusers cannot rename its tensors ({type(error).__name__}: {error})"
-                raise option_error("model.path", str(self.path), f"is not a file of this model: {reason}") from error
-        yield from checkpoint.items()
+            yield from bare.items()
+            return
+        table = require("diffusers.loaders.single_file_model").SINGLE_FILE_LOADABLE_CLASSES
+        try:
+            yield from table[model_class]["checkpoint_mapping_fn"](config=config, checkpoint=checkpoint).items()
+        except (KeyError, ValueError, RuntimeError, IndexError, StopIteration) as error:
+            reason = f"{model_class} of diffusers cannot rename its tensors ({type(error).__name__}: {error})"
+            raise option_error("model.path", str(self.path), f"is not a file of this model: {reason}") from error
 
 
 HOW_TO_GET = (
@@ -154,15 +116,13 @@ def find_published(path: str, *, subfolder: str) -> PublishedWeights:
     Raises:
         ConfigError: they do not exist or cannot be downloaded.
     """
-    local = Path(path).expanduser()
+    patterns = ["model_index.json", f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
+    local = fetch(path, patterns=patterns, what=f"{subfolder}/", option="model.path")
     if local.is_file():
         if local.suffix != ".safetensors":
             right = "must be a .safetensors file, or a folder (other formats may execute code when they are read)"
             raise option_error("model.path", path, right)
         return PublishedWeights(local)
-    if is_hub_name(path):
-        patterns = ["model_index.json", f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
-        local = fetch(path, patterns=patterns, what=f"{subfolder}/", option="model.path")
     if not local.is_dir():
         raise option_error("model.path", path, f"does not exist; {HOW_TO_GET}")
     for folder in (local, local / subfolder):
@@ -179,9 +139,7 @@ def find_lora(path: str) -> Path:
     Raises:
         ConfigError: it does not exist, or a folder has several.
     """
-    local = Path(path).expanduser()
-    if is_hub_name(path):
-        local = fetch(path, patterns=["*.safetensors"], what="a .safetensors file", option="lora.assistant_path")
+    local = fetch(path, patterns=["*.safetensors"], what="a .safetensors file", option="lora.assistant_path")
     if local.is_dir():
         files = sorted(local.glob("*.safetensors"))
         if len(files) != 1:
