@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The datasets, by name. To add one, write `data/mine.py` with a function `build`, and add one line below.
+"""The datasets. To add one: `data/mine.py` with a function `build`, and a line to `DATASETS` of registry.py.
 
 `build(config, *, split, input_channels)` returns an `ImageDataset` (torchditan/data_stream/datasets.py).
 `build_dataset` checks it and compares it with the options. docs/extending.md has an example.
@@ -19,30 +19,10 @@ import numpy as np
 from torchditan.config.errors import as_unicode, option_error
 from torchditan.config.options import Dataset
 from torchditan.datasets.options import height_and_width
-from torchditan.registry import Registry, build, resolve
+from torchditan.registry import DATASETS, build, resolve
 
 if TYPE_CHECKING:
     from torchditan.data_stream.datasets import ImageDataset
-
-DATASETS = Registry(
-    "torchditan.datasets",
-    {
-        "captions": "torchditan.datasets.captions:build",
-        "cifar10": "torchditan.datasets.cifar10:build",
-        "digits": "torchditan.datasets.digits:build",
-        "dummy": "torchditan.datasets.dummy:build",
-        "earth": "torchditan.datasets.earth:build",
-        "folder": "torchditan.datasets.folder:build",
-        "imagenet": "torchditan.datasets.imagenet:build",
-        "imagenet_hub": "torchditan.datasets.imagenet:build_hub",
-        "latents": "torchditan.datasets.latents:build",
-        "scenes": "torchditan.datasets.scenes:build",
-        "webdataset": "torchditan.datasets.webdataset:build",
-    },
-)
-"""`dataset.dataset_name`: functions `build` as above."""
-INDEXED = ("captions", "digits", "dummy", "earth", "folder", "imagenet", "latents", "scenes", "webdataset")
-"""Datasets of this package that never stream: refused before their data is opened."""
 
 
 def build_dataset(
@@ -73,11 +53,6 @@ def build_dataset(
 
     name = config.dataset_name
     function, given = resolve(DATASETS, "dataset.dataset_name", name)
-    if config.streaming and name in INDEXED:
-        raise option_error("dataset.streaming", True, f"{name} is not read from the hub; must be false")
-    if config.remote_cache_gib is not None and name != "dummy" and "://" not in (config.root_dir or ""):
-        right = "dataset.root_dir is not an address (s3://...) of tar shards; leave it out"
-        raise option_error("dataset.remote_cache_gib", config.remote_cache_gib, right)
     if "cache_folder" in inspect.signature(function).parameters:
         given["cache_folder"] = cache_folder
     dataset = build(function, "dataset.dataset_name", name, config, split=split, input_channels=input_channels, **given)

@@ -200,15 +200,36 @@ TEXT_ENCODERS = Registry(
 )
 """`text_encoder.name`: subclasses of `torchditan.finetune.captions.encode.TextEncoder`."""
 
+DATASETS = Registry(
+    "torchditan.datasets",
+    {
+        "captions": "torchditan.datasets.captions:build",
+        "cifar10": "torchditan.datasets.cifar10:build",
+        "digits": "torchditan.datasets.digits:build",
+        "dummy": "torchditan.datasets.dummy:build",
+        "earth": "torchditan.datasets.earth:build",
+        "folder": "torchditan.datasets.folder:build",
+        "imagenet": "torchditan.datasets.imagenet:build",
+        "imagenet_hub": "torchditan.datasets.imagenet:build_hub",
+        "latents": "torchditan.datasets.latents:build",
+        "scenes": "torchditan.datasets.scenes:build",
+        "webdataset": "torchditan.datasets.webdataset:build",
+    },
+)
+"""`dataset.dataset_name`: functions `build`, as data/__init__.py describes."""
+
 AUTOENCODERS = Registry(
     "torchditan.autoencoders",
     {
         "haar": "torchditan.autoencoders.haar:open_haar",
         "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
         "diffusers": "torchditan.autoencoders.published:open_published",
+        **dict.fromkeys(("sd-vae", "sdxl", "sd3", "flux", "dc-ae"), "torchditan.autoencoders.published:open_published"),
+        **dict.fromkeys(("cosmos-ci8x8", "cosmos-ci16x16"), "torchditan.autoencoders.cosmos:open_cosmos"),
     },
 )
-"""`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`; autoencoders/catalogue.py has more names."""
+"""`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`. autoencoders/catalogue.py describes the
+published ones."""
 
 FORMATS = Registry(
     "torchditan.formats",

@@ -21,7 +21,7 @@ from huggingface_hub import errors
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
-from torchditan.autoencoders import Autoencoder, open_autoencoder
+from torchditan.autoencoders import Autoencoder, kind_of, open_autoencoder
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.autoencoders.cosmos import CosmosAutoencoder
 from torchditan.config.errors import ConfigError
@@ -38,7 +38,7 @@ PUBLISHED_NUMBERS = {
     "cosmos-ci8x8": ("nvidia/Cosmos-0.1-Tokenizer-CI8x8", "", 16, 8, None, None),
     "cosmos-ci16x16": ("nvidia/Cosmos-0.1-Tokenizer-CI16x16", "", 16, 16, None, None),
 }
-FROM_DIFFUSERS = [name for name, entry in PUBLISHED.items() if entry.kind == "diffusers"]
+FROM_DIFFUSERS = [name for name in PUBLISHED if kind_of(name) == "diffusers"]
 
 
 def open_as(name: str, *, image_channels: int | None = 3, **options: Any) -> Autoencoder:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders import check_name, open_autoencoder
+from torchditan.autoencoders import open_autoencoder
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import build_config, from_dict, override, to_dict
@@ -207,7 +207,6 @@ def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: boo
             raise option_error("--autoencoder.name", None, right)
         section = dataclasses.replace(section, name=_DEFAULT_AUTOENCODER, sample_posterior=not is_stored)
     assert section.name is not None
-    check_name(section.name)
     entry = PUBLISHED.get(section.name)
     section = dataclasses.replace(section, online=not is_stored)
     if entry is not None and section.path is None:
