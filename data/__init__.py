@@ -62,7 +62,10 @@ def build_dataset(
         if config.streaming:
             right = "is not a SequentialDataset; must be false"
         raise option_error("dataset.streaming", config.streaming, f"{name} {right}")
-    _check_shape(config, dataset, input_channels=input_channels)
+    *_, height, width = dataset.sample_shape
+    if not config.aspect_buckets and height_and_width(config, default=(height, width)) != (height, width):
+        right = f"{dataset.name} is {height} x {width}; leave it out"
+        raise option_error("dataset.image_size", config.image_size, right)
     if not isinstance(dataset, SequentialDataset) and len(dataset) == 0:
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)
         raise option_error(f"dataset.{option}", value, "; ".join([f"holds no {split} images", *dataset.reading]))
@@ -87,16 +90,6 @@ def build_stored_latents(
         raise option_error("dataset.image_size", config.image_size, right)
     dataset = build_latents(config, split=split, cache_folder=cache_folder)
     return cast("ImageDataset", _set_classes(config, dataset))
-
-
-def _check_shape(config: Dataset, dataset: Any, *, input_channels: int | None) -> None:
-    channels, *_, height, width = dataset.sample_shape
-    if not config.aspect_buckets and height_and_width(config, default=(height, width)) != (height, width):
-        right = f"{dataset.name} is {height} x {width}; leave it out"
-        raise option_error("dataset.image_size", config.image_size, right)
-    if input_channels not in (None, channels):
-        right = f"{dataset.name} has {channels} channel(s); leave it out"
-        raise option_error("model.input_channels", input_channels, right)
 
 
 def _set_classes(config: Dataset, dataset: Any) -> Any:

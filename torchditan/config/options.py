@@ -26,6 +26,7 @@ from torchditan.config.declarations import (
     Idle,
     Length,
     Needs,
+    OtherWords,
     Rule,
     is_inner_folder,
     is_plain_name,
@@ -319,7 +320,9 @@ class Training:
     """Number of ranks that share the parameters (FSDP); -1 uses all remaining ranks."""
     context_parallel_degree: Annotated[int, AtLeast(1)] = 1
     """Number of ranks that share the tokens of each sample, for long sequences. They count as one in batch_size."""
-    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    reshard_after_forward: Annotated[
+        Literal["default", "always", "never"], OtherWords(true="always", false="never")
+    ] = "default"
     """FSDP: free gathered weights after the forward pass, but keep the last block's (default), always (also true) or
     never (false)."""
     enable_cpu_offload: Annotated[bool, ON_GPU] = False
@@ -378,7 +381,9 @@ class ActivationCheckpoint:
 
     mode: Literal["none", "full", "selective", "fraction"] = "none"
     """Blocks that recompute their activations: none, all (full), those of selective_ac_option, or a fraction."""
-    selective_ac_option: Annotated[str, EVERY_NTH, Idle(unless="activation_checkpoint.mode = selective")] = "2"
+    selective_ac_option: Annotated[
+        str, EVERY_NTH, OtherWords(), Idle(unless="activation_checkpoint.mode = selective")
+    ] = "2"
     """For mode selective: n checkpoints every n-th block; op keeps the outputs of matmuls and attention."""
     fraction: Annotated[float, Between(0, 1), Idle(unless="activation_checkpoint.mode = fraction")] = 1.0
     """For mode fraction: the fraction of blocks, evenly spread, from 0 (none) to 1 (all)."""
