@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The datasets, by name. To add one, write `data/mine.py` with a function `build`, and add one line below.
+"""The datasets. To add one: `data/mine.py` with a function `build`, and a line to `DATASETS` of registry.py.
 
 `build(config, *, split, input_channels)` returns an `ImageDataset` (torchditan/data_stream/datasets.py).
 `build_dataset` checks it and compares it with the options. docs/extending.md has an example.
@@ -19,30 +19,10 @@ import numpy as np
 from torchditan.config.errors import as_unicode, option_error
 from torchditan.config.options import Dataset
 from torchditan.datasets.options import height_and_width
-from torchditan.registry import Registry, build, resolve
+from torchditan.registry import DATASETS, build, resolve
 
 if TYPE_CHECKING:
     from torchditan.data_stream.datasets import ImageDataset
-
-DATASETS = Registry(
-    "torchditan.datasets",
-    {
-        "captions": "torchditan.datasets.captions:build",
-        "cifar10": "torchditan.datasets.cifar10:build",
-        "digits": "torchditan.datasets.digits:build",
-        "dummy": "torchditan.datasets.dummy:build",
-        "earth": "torchditan.datasets.earth:build",
-        "folder": "torchditan.datasets.folder:build",
-        "imagenet": "torchditan.datasets.imagenet:build",
-        "imagenet_hub": "torchditan.datasets.imagenet:build_hub",
-        "latents": "torchditan.datasets.latents:build",
-        "scenes": "torchditan.datasets.scenes:build",
-        "webdataset": "torchditan.datasets.webdataset:build",
-    },
-)
-"""`dataset.dataset_name`: functions `build` as above."""
-INDEXED = ("captions", "digits", "dummy", "earth", "folder", "imagenet", "latents", "scenes", "webdataset")
-"""Datasets of this package that never stream: refused before their data is opened."""
 
 
 def build_dataset(
@@ -73,11 +53,6 @@ def build_dataset(
 
     name = config.dataset_name
     function, given = resolve(DATASETS, "dataset.dataset_name", name)
-    if config.streaming and name in INDEXED:
-        raise option_error("dataset.streaming", True, f"{name} is not read from the hub; must be false")
-    if config.remote_cache_gib is not None and name != "dummy" and "://" not in (config.root_dir or ""):
-        right = "dataset.root_dir is not an address (s3://...) of tar shards; leave it out"
-        raise option_error("dataset.remote_cache_gib", config.remote_cache_gib, right)
     if "cache_folder" in inspect.signature(function).parameters:
         given["cache_folder"] = cache_folder
     dataset = build(function, "dataset.dataset_name", name, config, split=split, input_channels=input_channels, **given)
@@ -87,7 +62,10 @@ def build_dataset(
         if config.streaming:
             right = "is not a SequentialDataset; must be false"
         raise option_error("dataset.streaming", config.streaming, f"{name} {right}")
-    _check_shape(config, dataset, input_channels=input_channels)
+    *_, height, width = dataset.sample_shape
+    if not config.aspect_buckets and height_and_width(config, default=(height, width)) != (height, width):
+        right = f"{dataset.name} is {height} x {width}; leave it out"
+        raise option_error("dataset.image_size", config.image_size, right)
     if not isinstance(dataset, SequentialDataset) and len(dataset) == 0:
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)
         raise option_error(f"dataset.{option}", value, "; ".join([f"holds no {split} images", *dataset.reading]))
@@ -112,16 +90,6 @@ def build_stored_latents(
         raise option_error("dataset.image_size", config.image_size, right)
     dataset = build_latents(config, split=split, cache_folder=cache_folder)
     return cast("ImageDataset", _set_classes(config, dataset))
-
-
-def _check_shape(config: Dataset, dataset: Any, *, input_channels: int | None) -> None:
-    channels, *_, height, width = dataset.sample_shape
-    if not config.aspect_buckets and height_and_width(config, default=(height, width)) != (height, width):
-        right = f"{dataset.name} is {height} x {width}; leave it out"
-        raise option_error("dataset.image_size", config.image_size, right)
-    if input_channels not in (None, channels):
-        right = f"{dataset.name} has {channels} channel(s); leave it out"
-        raise option_error("model.input_channels", input_channels, right)
 
 
 def _set_classes(config: Dataset, dataset: Any) -> Any:

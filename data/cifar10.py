@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import open_hub
@@ -89,8 +89,6 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
             sample_shape=(channels, 32, 32),
             horizontal_flip=True,
         )
-    if config.streaming:
-        raise option_error("dataset.streaming", True, "needs the hub; set --dataset.hub_name uoft-cs/cifar10")
     root = existing_path(config)
     if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
         root = root / "cifar-10-batches-bin"
@@ -136,7 +134,7 @@ def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, c
     try:
         table = pyarrow.concat_tables([pyarrow_parquet.read_table(path) for path in chosen])
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # of damage in a page of data, OSError
-        right = f"is not a readable parquet file ({str(error).partition(chr(10))[0]})"
+        right = f"is not a readable parquet file ({first_line(error)})"
         raise option_error("dataset.root_dir", str(chosen[0]), right) from error
     image_key = next((key for key in (config.image_key, "img") if key in table.column_names), None)
     right = f"must be one of the columns of {chosen[0]}: {', '.join(table.column_names)}"

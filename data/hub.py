@@ -259,10 +259,6 @@ def _on_hub(hub_name: str, function: str, **options: Any) -> Any:
         raise option_error("dataset.hub_name", hub_name, right) from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _class_names(config: options.Dataset, rows: Any, label_key: str) -> list[str]:
     names = getattr(rows.features[label_key], "names", None)
     if names is not None:

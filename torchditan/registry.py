@@ -213,15 +213,36 @@ TEXT_ENCODERS = Registry(
 )
 """`text_encoder.name`: subclasses of `torchditan.finetune.captions.encode.TextEncoder`."""
 
+DATASETS = Registry(
+    "torchditan.datasets",
+    {
+        "captions": "torchditan.datasets.captions:build",
+        "cifar10": "torchditan.datasets.cifar10:build",
+        "digits": "torchditan.datasets.digits:build",
+        "dummy": "torchditan.datasets.dummy:build",
+        "earth": "torchditan.datasets.earth:build",
+        "folder": "torchditan.datasets.folder:build",
+        "imagenet": "torchditan.datasets.imagenet:build",
+        "imagenet_hub": "torchditan.datasets.imagenet:build_hub",
+        "latents": "torchditan.datasets.latents:build",
+        "scenes": "torchditan.datasets.scenes:build",
+        "webdataset": "torchditan.datasets.webdataset:build",
+    },
+)
+"""`dataset.dataset_name`: functions `build`, as data/__init__.py describes."""
+
 AUTOENCODERS = Registry(
     "torchditan.autoencoders",
     {
         "haar": "torchditan.autoencoders.haar:open_haar",
         "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
         "diffusers": "torchditan.autoencoders.published:open_published",
+        **dict.fromkeys(("sd-vae", "sdxl", "sd3", "flux", "dc-ae"), "torchditan.autoencoders.published:open_published"),
+        **dict.fromkeys(("cosmos-ci8x8", "cosmos-ci16x16"), "torchditan.autoencoders.cosmos:open_cosmos"),
     },
 )
-"""`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`; autoencoders/catalogue.py has more names."""
+"""`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`. autoencoders/catalogue.py describes the
+published ones."""
 
 FORMATS = Registry(
     "torchditan.formats",
@@ -261,7 +282,7 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
         ConfigError: an unknown name, a module that cannot be imported, something else than a subclass of the base, or
             text that is not `key=value`.
     """
-    from torchditan.config.errors import did_you_mean, option_error
+    from torchditan.config.errors import did_you_mean, first_line, option_error
 
     name = entry_name(text)
     options: dict[str, Any] = {}
@@ -280,7 +301,7 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
     try:
         found = registered(registry, name)
     except Exception as error:  # whatever a module of the user's raises
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        line = f"{type(error).__name__}: {first_line(error)}"
         right = f"cannot be imported ({line}); must be module:name on the Python path, which PYTHONPATH extends"
         if name.partition(":")[0].endswith(".py"):
             right = f"must be {name.replace('.py:', ':', 1)}, without .py"
@@ -324,7 +345,7 @@ def build(found: Callable[..., Any], option: str, text: str, *args: Any, **optio
     Raises:
         ConfigError: it does not have one of these options.
     """
-    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.errors import ConfigError, first_line, option_error
 
     check_options(found, option, text, num_arguments=len(args), options=options)
     try:
@@ -334,7 +355,7 @@ def build(found: Callable[..., Any], option: str, text: str, *args: Any, **optio
     except (TypeError, ValueError) as error:
         if isinstance(error, TypeError) and not text.split()[1:]:
             raise  # a fault of the code, which needs its traceback
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        line = f"{type(error).__name__}: {first_line(error)}"
         raise option_error(option, text, f"does not accept these options: {line}") from error
 
 
@@ -348,17 +369,12 @@ def check_options(
     """
     from torchditan.config.errors import option_error
 
-    parameters = inspect.signature(found).parameters.values()
-    known = [parameter.name for parameter in parameters][num_arguments:]
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    for name in options:
-        if name not in known and not takes_all:
-            has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise option_error(option, text, f"{name} is not an option of {entry_name(text)}; {has}")
-    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind in positional][num_arguments:]
-    if missing := [name for name in needed if name not in options]:
-        raise option_error(option, text, f"needs the option {missing[0]}, as in {entry_name(text)} {missing[0]}=1")
+    signature = inspect.signature(found)
+    try:
+        signature.bind(*[None] * num_arguments, **options)
+    except TypeError as error:
+        known = ", ".join([*signature.parameters][num_arguments:]) or "none"
+        raise option_error(option, text, f"{error}; the options of {entry_name(text)}: {known}") from None
 
 
 def _value(text: str) -> Any:

@@ -362,9 +362,6 @@ def test_images_that_do_not_fit_the_autoencoder_are_refused(tmp_path: Path) -> N
     dataset.sample_shape = (3, 4, 5)
     with pytest.raises(ConfigError, match=r"dataset.image_size = \[4, 5\]: .*multiple .*2"):
         run(tmp_path, dataset)
-    dataset.sample_shape = (1, 4, 6)
-    with pytest.raises(ConfigError, match=r"corners .*3 channel\(s\), .*noise .*1"):
-        run(tmp_path, dataset)
     autoencoder = Corners()
     autoencoder.has_posterior = False
     with pytest.raises(ConfigError, match=r"--posterior = true: corners .*variance; leave .*out"):

@@ -220,7 +220,6 @@ def test_what_the_section_cannot_mean_is_refused_in_one_line(latents: Path) -> N
     refused("sample_posterior = true: haar has no variance", dataset=pixels, sample_posterior=True, **normalised)
     refused("autoencoder.scale = .* normalised by their index; leave it out", dataset=stored, scale=[1.0])
     refused('autoencoder.name = "sd-vae": these latents come from haar', dataset=stored, name="sd-vae")
-    refused("did you mean haar", dataset=stored, name="harr", needs_decoder=False)
     refused("these latents have 2; leave it out", dataset=stored, downsampling=4)
     refused("these latents come from haar", dataset=stored, fingerprint="diffusers-0123456789abcdef")
 

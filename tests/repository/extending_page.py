@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchditan import datasets, registry
+from torchditan import registry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 
@@ -35,7 +35,7 @@ class Example(NamedTuple):
     @property
     def entries(self) -> dict[str, Any]:
         """The registry that the line is for."""
-        return datasets.DATASETS if self.registry == "DATASETS" else getattr(registry, self.registry)
+        return getattr(registry, self.registry)
 
 
 def examples() -> dict[str, Example]:

@@ -84,9 +84,9 @@ def test_wrong_type_or_choice_on_the_command_line(flag: str, about: str, mention
         ("[metrics]\nexperiment_name = 3", "metrics.experiment_name = 3", ["text"]),
         ("[dataset]\nimage_size = [32.0]", "dataset.image_size = [32.0]", ["[32, 48]"]),
         ("[model]\nnorm_type = 3", "model.norm_type = 3", ["rmsnorm, layernorm, np_layernorm, fused_rmsnorm"]),
-        ("[trainning]", "[trainning]", ["training?"]),
-        ("[[training]]\nsteps = 1", "training", ["[training]"]),
-        ("steps = 1", "steps = 1", ["steps under [training]?"]),
+        ("[trainning]\nsteps = 1", "trainning.steps", ["training.steps?"]),
+        ("[[training]]\nsteps = 1", "training", []),
+        ("steps = 1", "steps", ["training.steps?"]),
     ],
 )
 def test_wrong_key_or_type_in_toml(tmp_path: Path, text: str, about: str, mentions: list[str]) -> None:

@@ -173,7 +173,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=floats",
         'dataset.root_dir = "floats/train"',
-        ["labels.npy", "float64 [10]", "integers"],
+        ["labels.npy", "damaged"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=strange_labels",

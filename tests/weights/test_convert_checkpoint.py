@@ -251,10 +251,13 @@ def test_weights_of_a_run_without_an_average_are_the_raw_ones(
 
 
 def test_what_differs_without_another_shape_is_said(exported: Path, tmp_path: Path, run_script: RunScript) -> None:
-    flags = [*AT_REST, "--model.timestep_scale=500", f"--checkpoint.initial_load_path={exported}"]
+    flags = [*AT_REST, "--model.timestep_frequencies=diffusers", f"--checkpoint.initial_load_path={exported}"]
     outcome = run_script("train.py", *job(tmp_path / "new", *flags))
     assert outcome.code == 0, outcome.err
-    assert f"weights of {exported}, step 3 (ema); model.timestep_scale is 1000.0 there and 500.0 here\n" in outcome.out
+    assert (
+        f"weights of {exported}, step 3 (ema); model.timestep_frequencies is dit there and diffusers here\n"
+        in outcome.out
+    )
 
 
 def test_an_imported_run_draws_the_same_pictures(

@@ -12,15 +12,16 @@ from torch import Tensor
 from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channels
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.registry import AUTOENCODERS, build, entry_name, resolve
 
-__all__ = ["Autoencoder", "check_name", "kind_of", "name_it", "open_autoencoder", "runs_code"]
+__all__ = ["Autoencoder", "kind_of", "name_it", "open_autoencoder", "runs_code"]
 
 
 def kind_of(name: str) -> str:
-    """The key of `AUTOENCODERS` that opens the autoencoder of this name: haar, cosmos, diffusers, ..."""
-    return PUBLISHED[name].kind if name in PUBLISHED else name
+    """The first name in `AUTOENCODERS` with the same opener: haar, cosmos, diffusers, or a plug-in itself."""
+    place = AUTOENCODERS.place(entry_name(name))
+    return next((kind for kind, other in AUTOENCODERS.items() if other == place), name)
 
 
 def runs_code(name: str) -> bool:
@@ -29,7 +30,7 @@ def runs_code(name: str) -> bool:
     It is opened only if the command line or the user's own TOML names it: an index of latents, a shared configuration
     or someone's run that names it gives latents without pictures.
     """
-    place = AUTOENCODERS.place(kind_of(entry_name(name)))
+    place = AUTOENCODERS.place(entry_name(name))
     return place is not None and place.endswith("open_cosmos")  # also as module:name
 
 
@@ -39,14 +40,6 @@ def name_it(config: options.Autoencoder) -> ConfigError:
     place = entry.hub_name if entry else "FOLDER"
     right = f"is TorchScript, which runs code, and only you may name it: --autoencoder.path {place}, if you trust it"
     return option_error("autoencoder.name", config.name, right)
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that is neither in the registry nor in the catalogue."""
-    names = (*AUTOENCODERS, *PUBLISHED)
-    if name not in PUBLISHED and AUTOENCODERS.place(entry_name(name)) is None:
-        right = f"must be one of {', '.join(names)}, or module:name{did_you_mean(name, names)}"
-        raise option_error("autoencoder.name", name, right)
 
 
 def open_autoencoder(
@@ -66,12 +59,11 @@ def open_autoencoder(
         ConfigError: the options name no autoencoder or contradict it, or its weights do not open.
     """
     assert config.name is not None
-    check_name(config.name)
     entry = PUBLISHED.get(config.name)
     if entry is not None:  # before any download
         _check_downsampling(config, entry.downsampling)
         check_image_channels(config, 3, image_channels)
-    opener, given = resolve(AUTOENCODERS, "autoencoder.name", kind_of(config.name))
+    opener, given = resolve(AUTOENCODERS, "autoencoder.name", config.name)
     options_of_call = {"device": device, "image_channels": image_channels, **given}
     autoencoder: Autoencoder = build(opener, "autoencoder.name", config.name, config, **options_of_call)
     autoencoder.name = config.name
@@ -97,7 +89,7 @@ def _check_identity(config: options.Autoencoder, autoencoder: Autoencoder) -> No
     if entry is not None and has != (entry.latent_channels, entry.downsampling):
         right = (
             f"has {has[0]} latent channels at 1/{has[1]}, and {config.name} {entry.latent_channels} at "
-            f"1/{entry.downsampling}; open it as --autoencoder.name {entry.kind}"
+            f"1/{entry.downsampling}; open it as --autoencoder.name {kind_of(config.name)}"
         )
         raise option_error(f"autoencoder.{option}", place, right)
     if config.fingerprint not in (None, autoencoder.fingerprint):

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
 class Published:
     """A published autoencoder: its location, and its properties before download."""
 
-    kind: Literal["cosmos", "diffusers"]
     hub_name: str
     latent_channels: int
     downsampling: int
@@ -25,11 +23,11 @@ _SD3 = "stabilityai/stable-diffusion-3-medium-diffusers"
 _DC_AE = "mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers"
 
 PUBLISHED = {
-    "sd-vae": Published("diffusers", "stabilityai/sd-vae-ft-ema", 4, 8, 0.0, 0.18215),
-    "sdxl": Published("diffusers", "stabilityai/sdxl-vae", 4, 8, 0.0, 0.13025),
-    "sd3": Published("diffusers", _SD3, 16, 8, 0.0609, 1.5305, subfolder="vae"),
-    "flux": Published("diffusers", "black-forest-labs/FLUX.1-schnell", 16, 8, 0.1159, 0.3611, subfolder="vae"),
-    "dc-ae": Published("diffusers", _DC_AE, 32, 32, 0.0, 0.41407),
-    "cosmos-ci8x8": Published("cosmos", "nvidia/Cosmos-0.1-Tokenizer-CI8x8", 16, 8),
-    "cosmos-ci16x16": Published("cosmos", "nvidia/Cosmos-0.1-Tokenizer-CI16x16", 16, 16),
+    "sd-vae": Published("stabilityai/sd-vae-ft-ema", 4, 8, 0.0, 0.18215),
+    "sdxl": Published("stabilityai/sdxl-vae", 4, 8, 0.0, 0.13025),
+    "sd3": Published(_SD3, 16, 8, 0.0609, 1.5305, subfolder="vae"),
+    "flux": Published("black-forest-labs/FLUX.1-schnell", 16, 8, 0.1159, 0.3611, subfolder="vae"),
+    "dc-ae": Published(_DC_AE, 32, 32, 0.0, 0.41407),
+    "cosmos-ci8x8": Published("nvidia/Cosmos-0.1-Tokenizer-CI8x8", 16, 8),
+    "cosmos-ci16x16": Published("nvidia/Cosmos-0.1-Tokenizer-CI16x16", 16, 16),
 }

@@ -25,10 +25,10 @@ from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channel
 from torchditan.autoencoders.hub import find_weights, place_of
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, first_line, option_error
+from torchditan.run.atomic_files import sha256_of
 
 FILES = ("encoder.jit", "decoder.jit")
 _SIZE = 64
-_CHUNK_BYTES = 1 << 20
 
 
 class CosmosAutoencoder(Autoencoder):
@@ -104,13 +104,8 @@ def _mean_and_logvar(output: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _fingerprint(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in FILES:
-        digest.update(f"{file} {(folder / file).stat().st_size}\n".encode())
-        with open(folder / file, "rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    return f"cosmos-{digest.hexdigest()[:16]}"
+    hashes = " ".join(sha256_of(folder / file) for file in FILES)
+    return f"cosmos-{hashlib.sha256(hashes.encode()).hexdigest()[:16]}"
 
 
 def _refuse(file: Path, right: str) -> ConfigError:

@@ -13,7 +13,6 @@ Notable:
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
 from pathlib import Path
@@ -26,7 +25,7 @@ from torchditan.autoencoders.autoencoder import Autoencoder, dtype_of
 from torchditan.autoencoders.catalogue import PUBLISHED, Published
 from torchditan.autoencoders.hub import find_weights, place_of
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, first_line, is_finite_number, option_error, shorten
+from torchditan.config.errors import ConfigError, first_line, option_error, shorten
 from torchditan.config.optional_libraries import import_optional
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -81,33 +80,26 @@ class DiffusersAutoencoder(Autoencoder):
         """
         config = _read_config(folder)
         weights = _read_weights(folder)
-        _check_config(config, num_tensors=len(weights), folder=folder)
-        model = _build(config, folder=folder)
+        _check_layers(config, num_tensors=len(weights), folder=folder)
+        diffusers = import_optional("diffusers", extra="diffusers")
+        kind = getattr(diffusers, config["_class_name"])
+        try:
+            with torch.device("meta"):
+                model = kind.from_config(config)
+            normalization = _normalization_of(config, published)
+        except Exception as error:  # a wrong value fails anywhere in diffusers
+            reader = f"{kind.__name__} of diffusers {diffusers.__version__}"
+            raise _refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
         _check_weights(weights, model, folder=folder)
         dtype = dtype or _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
         # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
         used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
         model.load_state_dict(used, assign=True)
         autoencoder = cls(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
-        autoencoder._normalize_as(config, published, folder=folder)
+        if normalization is not None:
+            shift, scale = (values.expand(autoencoder.latent_channels).clone() for values in normalization)
+            autoencoder.set_normalization(shift=shift, scale=scale)
         return autoencoder
-
-    def _normalize_as(self, config: dict[str, Any], published: Published | None, *, folder: Path) -> None:
-        """Set (z - shift_factor) x scaling_factor, or (z - mean) x scaling_factor / std, as diffusers' pipelines do."""
-        factor, shift = config.get("scaling_factor"), config.get("shift_factor")
-        mean, std = config.get("latents_mean"), config.get("latents_std")
-        for key, value in (("scaling_factor", factor), ("shift_factor", shift)):
-            if value is not None and not is_finite_number(value):
-                raise _refuse(folder, f"{FILES[0]} has {key} = {shorten(json.dumps(value), most=60)}; must be a number")
-        if factor is None and mean is None and published is not None:
-            factor, shift = published.scale, published.shift
-        if mean is not None and std is not None:
-            shift = _per_channel(mean, self.latent_channels, key="latents_mean", folder=folder)
-            scale = float(factor or 1.0) / _per_channel(std, self.latent_channels, key="latents_std", folder=folder)
-            self.set_normalization(shift=shift, scale=scale)
-        elif factor is not None:
-            ones = torch.ones(self.latent_channels)
-            self.set_normalization(shift=ones * float(shift or 0.0), scale=ones * float(factor))
 
     def drop_decoder(self) -> None:
         del self._model.decoder
@@ -138,29 +130,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_config(config: dict[str, Any], *, num_tensors: int, folder: Path) -> None:
-    """Refuse what diffusers would build for hours, or notice only when it encodes: many layers, fractions of groups."""
-    initialise = getattr(import_optional("diffusers", extra="diffusers"), config["_class_name"]).__init__
-    defaults = {name: entry.default for name, entry in inspect.signature(initialise).parameters.items()}
+def _check_layers(config: dict[str, Any], *, num_tensors: int, folder: Path) -> None:
+    """Refuse more layers than the file has tensors: diffusers would build them for hours."""
     for key, value in config.items():
-        is_wrong = isinstance(value, float) or (isinstance(value, int) and value < 0)
-        if type(defaults.get(key)) is int and is_wrong:
-            raise _refuse(folder, f"{FILES[0]} has {key} = {value}; must be an integer of 0 or more")
         counts = value if isinstance(value, list) else [value]
         if "layers" in key and any(isinstance(count, int) and count > num_tensors for count in counts):
             has = f"has {key} = {shorten(json.dumps(value), most=60)}, and {FILES[1]} has {num_tensors} tensors"
             raise _refuse(folder, f"{FILES[0]} {has}")
 
 
-def _build(config: dict[str, Any], *, folder: Path) -> Any:
-    """Create the model of `config` on the meta device, without weights."""
-    diffusers = import_optional("diffusers", extra="diffusers")
-    try:
-        with torch.device("meta"):
-            return getattr(diffusers, config["_class_name"]).from_config(config)
-    except Exception as error:  # a wrong value fails anywhere in diffusers
-        reader = f"{config['_class_name']} of diffusers {diffusers.__version__}"
-        raise _refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
+def _normalization_of(config: dict[str, Any], published: Published | None) -> tuple[Tensor, Tensor] | None:
+    """Shift and scale, (C,) or (1,): (z - shift_factor) x scaling_factor, or (z - mean) x scaling_factor / std, as
+    diffusers' pipelines do. None if neither the configuration nor the publisher has them."""
+    factor, shift = config.get("scaling_factor"), config.get("shift_factor")
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and std is not None:
+        mean, std = (torch.tensor(values, dtype=torch.float32).flatten() for values in (mean, std))
+        return mean, float(factor or 1.0) / std
+    if factor is None and published is not None:
+        factor, shift = published.scale, published.shift
+    return None if factor is None else (torch.tensor([float(shift or 0.0)]), torch.tensor([float(factor)]))
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -193,17 +182,6 @@ def _check_weights(weights: dict[str, Tensor], model: Any, *, folder: Path) -> N
 def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dtype:
     stored = {weight.dtype for weight in weights.values()}
     return torch.bfloat16 if stored == {torch.bfloat16} and not force_upcast else torch.float32
-
-
-def _per_channel(values: Any, num_channels: int, *, key: str, folder: Path) -> Tensor:
-    try:
-        tensor = torch.tensor(values, dtype=torch.float32).flatten()  # some configs have shape (1, C, 1, 1)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise _refuse(folder, f"{FILES[0]} has other values than numbers as {key}") from None
-    if tensor.shape != (num_channels,):
-        many = f"{tensor.numel()} numbers as {key}; must have {num_channels}, one per latent channel"
-        raise _refuse(folder, f"{FILES[0]} has {many}")
-    return tensor
 
 
 def _fingerprint(weights: dict[str, Tensor]) -> str:

@@ -58,6 +58,10 @@ class Length(Rule):
         super().__init__(f"{several} of them", lambda values: least <= len(values) <= (most or len(values)))
 
 
+class OtherWords(dict[str, Any]):
+    """What other values of an option of text mean: `OtherWords(true="always")`. A number is read as its digits."""
+
+
 class Needs:
     """What an option needs to have an effect. Without it, a value other than the default is refused.
 

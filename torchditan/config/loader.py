@@ -17,10 +17,11 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.config.errors import ConfigError, did_you_mean, first_line, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy
 from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
 from torchditan.config.prompts import read_prompts
@@ -38,6 +39,8 @@ TRAIN_CONFIGS = (Path(__file__).parents[1] / "train_configs").resolve()
 """In a checkout a link to the folder train_configs/."""
 
 _PROMPTS = "sampling.prompts"
+_WIDEST_CHOICES = 80
+"""Characters of the choices of an option that stand next to its flag in `--help`; longer ones follow its text."""
 
 USAGE = "torchditan train NAME [--section.key value ...]"
 
@@ -119,7 +122,7 @@ def _call_configuration(text: str) -> dict[str, Any]:
     try:
         config = pkgutil.resolve_name(text)()
     except Exception as error:  # whatever a module of the user's raises
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        line = f"{type(error).__name__}: {first_line(error)}"
         right = f"cannot be called ({line}); must be module:function on the Python path, or a TOML file"
         raise option_error("job.config_file", text, right) from None
     if not isinstance(config, Config):
@@ -231,14 +234,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise option_error("job.config_file", str(path), f"cannot be read: {reason}") from None
-    values = {}
+    values: dict[str, Any] = {}
     for section, keys in parse_toml(text, path=path).items():
-        if not isinstance(keys, dict):
-            raise _outside_section(section, keys)
-        if not keys and section not in _sections():
-            hint = did_you_mean(section, _sections())
-            raise ConfigError(f"[{section}] is not a section{hint or '; must be one of ' + ', '.join(_sections())}")
-        values.update({f"{section}.{key}": value for key, value in keys.items()})
+        is_section = isinstance(keys, dict)
+        values |= {f"{section}.{key}": value for key, value in keys.items()} if is_section else {section: keys}
     return values
 
 
@@ -250,23 +249,8 @@ def parse_toml(text: str, *, path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except (ValueError, RecursionError):  # thousands of digits or brackets
-        raise ConfigError(f"{path} does not parse: a number is too long, or brackets are nested too deeply") from None
-
-
-def _sections() -> list[str]:
-    """Our sections and those of the course project, whose keys must all be known."""
-    return list(dict.fromkeys(name.split(".")[0] for name in (*options(), *LEGACY_KEYS)))
-
-
-def _outside_section(key: str, value: Any) -> ConfigError:
-    owners = [option for option in options() if option.endswith(f".{key}")]
-    if key in _sections():
-        return ConfigError(f"{key} must be one section, [{key}]")
-    hint = f"; did you mean {key} under [{owners[0].split('.')[0]}]?" if owners else ""
-    return option_error(key, value, f"must be under a section{hint}")
+    except (ValueError, RecursionError) as error:  # also of thousands of digits or brackets
+        raise ConfigError(f"{path}: {first_line(error)}") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -277,10 +261,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{name} has no value: {expected}")
 
 
-def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=110)
-
-
 def _parser() -> _Parser:
     parser = _Parser(
         usage=USAGE,
@@ -288,7 +268,7 @@ def _parser() -> _Parser:
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=_help_formatter,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110),
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     groups = {
@@ -314,17 +294,22 @@ def _arity(option: Option) -> dict[str, Any]:
     return {"nargs": "?", "const": "true"} if option.kind is bool else {}
 
 
+def _choices(option: Option) -> str:
+    of_yours = ["module:name"] if option.takes_plug_ins else []
+    return "|".join([*(["INT"] if option.kind is int and option.choices else []), *option.choices, *of_yours])
+
+
 def _metavar(option: Option) -> str | tuple[str, str]:
-    if option.choices or option.takes_plug_ins:
-        of_yours = ["module:name"] if option.takes_plug_ins else []
-        names = "|".join([*(["INT"] if option.kind is int else []), *option.choices, *of_yours])
+    if names := _choices(option):
+        names = names if len(names) <= _WIDEST_CHOICES else "NAME"
         return (names, "more") if option.is_list else names  # argparse shows "a|b [more ...]"
     return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[option.kind]
 
 
 def _help(option: Option) -> str:
     default = str(option.default).lower() if isinstance(option.default, bool) else option.default
-    notes = [option.limits, "" if default in (None, "", []) else f"default: {default}"]
+    names = _choices(option) if len(_choices(option)) > _WIDEST_CHOICES else ""
+    notes = [names.replace("|", ", "), option.limits, "" if default in (None, "", []) else f"default: {default}"]
     text = "; ".join(filter(None, notes))
     return (f"{option.help} ({text})" if text else option.help).replace("%", "%%")
 
@@ -394,7 +379,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
 def override(config: Config, flags: Sequence[str] | Mapping[str, Any], *, sections: Sequence[str]) -> Config:
     """Replace options of these sections, or of these names, by flags or by values. Raises ConfigError for others."""
     values = flags if isinstance(flags, Mapping) else _with_prompts(convert_all(_parse_flags(list(flags))))
-    changed = build_config({**flatten(config), **values})
+    changed = config.replace(convert_all(values))
     for name in values:
         if name not in sections and name.split(".")[0] not in sections:
             allowed = ", ".join(sections) or "arguments of the command"

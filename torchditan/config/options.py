@@ -26,12 +26,15 @@ from torchditan.config.declarations import (
     Idle,
     Length,
     Needs,
+    OtherWords,
     Rule,
     is_inner_folder,
     is_plain_name,
 )
 from torchditan.registry import (
+    AUTOENCODERS,
     BLOCKS,
+    DATASETS,
     FAMILIES,
     INGREDIENTS,
     METERS,
@@ -70,6 +73,10 @@ OWN = Needs("a model that is not published", lambda config: config.model.name no
 CAPTIONED = Needs(
     "dataset.dataset_name = captions",
     lambda config: config.dataset.dataset_name in ("captions", "dummy"),  # dummy can replace any dataset
+)
+REMOTE = Needs(
+    "an address (s3://...) as dataset.root_dir",
+    lambda config: "://" in (config.dataset.root_dir or "") or config.dataset.dataset_name == "dummy",
 )
 CAPTIONS = Needs("model.text, or a published model", lambda config: config.model.text or config.model.name in FAMILIES)
 MUON = Needs("optimizer.name = Muon", lambda config: config.optimizer.name not in ("AdamW", "AdamW8bit"))
@@ -168,9 +175,8 @@ class Model:
 class Dataset:
     """The images to train on. data/ registers the datasets."""
 
-    dataset_name: str = "digits"
-    """Name of the dataset: digits, earth, scenes, cifar10, imagenet, imagenet_hub, folder, captions, webdataset,
-    latents, dummy."""
+    dataset_name: Annotated[str, DATASETS] = "digits"
+    """Name of the dataset (docs/data.md), or your own (docs/extending.md)."""
     root_dir: str | None = None
     """Folder or file of the images, for datasets that do not come with a Python package. Tar shards may be a pattern
     (`a-{000..099}.tar`) or an address (`s3://...`)."""
@@ -218,7 +224,7 @@ class Dataset:
     """Number of images held out for validation. Default: 2 percent if there are 20 or more."""
     num_frames: Annotated[int | None, AtLeast(1), CAPTIONED] = None
     """Read the first num_frames frames of videos instead of images."""
-    remote_cache_gib: Annotated[float | None, Above(0)] = None
+    remote_cache_gib: Annotated[float | None, Above(0), REMOTE] = None
     """Most GiB of blocks of remote tar shards in cache.folder; above it, the oldest are deleted. Default: no limit."""
 
 
@@ -226,8 +232,9 @@ class Dataset:
 class Autoencoder:
     """The autoencoder that encodes pixels to latents and decodes latents to pixels."""
 
-    name: str | None = None
-    """haar, cosmos, diffusers, or the name of a published one (docs/data.md). Default: that of the latents."""
+    name: Annotated[str | None, AUTOENCODERS] = None
+    """An autoencoder without weights (haar), a published one, or the kind of what is at path: cosmos or diffusers
+    (docs/data.md). Default: that of the latents."""
     path: str | None = None
     """Folder of the weights, or a hub name. Default: follows from the latents, autoencoder.name or model.path."""
     downsampling: Annotated[int | None, AtLeast(1)] = None
@@ -317,7 +324,9 @@ class Training:
     """Number of ranks that share the parameters (FSDP); -1 uses all remaining ranks."""
     context_parallel_degree: Annotated[int, AtLeast(1)] = 1
     """Number of ranks that share the tokens of each sample, for long sequences. They count as one in batch_size."""
-    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    reshard_after_forward: Annotated[
+        Literal["default", "always", "never"], OtherWords(true="always", false="never")
+    ] = "default"
     """FSDP: free gathered weights after the forward pass, but keep the last block's (default), always (also true) or
     never (false)."""
     enable_cpu_offload: Annotated[bool, ON_GPU] = False
@@ -376,7 +385,9 @@ class ActivationCheckpoint:
 
     mode: Literal["none", "full", "selective", "fraction"] = "none"
     """Blocks that recompute their activations: none, all (full), those of selective_ac_option, or a fraction."""
-    selective_ac_option: Annotated[str, EVERY_NTH, Idle(unless="activation_checkpoint.mode = selective")] = "2"
+    selective_ac_option: Annotated[
+        str, EVERY_NTH, OtherWords(), Idle(unless="activation_checkpoint.mode = selective")
+    ] = "2"
     """For mode selective: n checkpoints every n-th block; op keeps the outputs of matmuls and attention."""
     fraction: Annotated[float, Between(0, 1), Idle(unless="activation_checkpoint.mode = fraction")] = 1.0
     """For mode fraction: the fraction of blocks, evenly spread, from 0 (none) to 1 (all)."""

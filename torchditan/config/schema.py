@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from torchditan.config import options as config_module
-from torchditan.config.declarations import Idle, Needs, Rule
+from torchditan.config.declarations import Idle, Needs, OtherWords, Rule
 from torchditan.config.errors import ConfigError, did_you_mean, is_finite_number, nearest, option_error
 from torchditan.config.options import Config
 from torchditan.registry import Registries, Registry, entry_name
@@ -44,6 +44,7 @@ class Option:
     element_rules: tuple[Rule, ...] = ()
     rules: tuple[Rule, ...] = ()
     needs: tuple[Needs, ...] = ()
+    other_words: OtherWords | None = None
 
     @property
     def takes_plug_ins(self) -> bool:
@@ -94,10 +95,8 @@ class Option:
             if not is_finite_number(element):
                 raise option_error(self.name, value, "must be a finite number")
             return float(element)
-        if self.name == "activation_checkpoint.selective_ac_option" and type(element) is int:
-            return str(element)
-        if self.name == "training.reshard_after_forward":  # also the values of `fully_shard`
-            element = {"true": "always", "false": "never"}.get(str(element).lower(), element)
+        if self.other_words is not None:
+            element = self.other_words.get(str(element).lower(), str(element))
         if self.kind is int and isinstance(element, str) and element in self.choices:
             return element
         if type(element) is not self.kind:
@@ -163,27 +162,14 @@ def convert_all(values: Mapping[str, Any]) -> dict[str, Any]:
 def unknown_option(name: str) -> ConfigError:
     """The error with the nearest option: the same key elsewhere, a similar key here, a similar key elsewhere."""
     section, _, key = name.replace("-", "_").rpartition(".")
-    sections = [field.name for field in dataclasses.fields(Config)]
-    home = nearest(section, sections)
-    home_options = [option for option in options() if option.split(".")[0] == home]
+    by_key = {option.split(".")[1]: option for option in reversed(options())}
+    here = {option.split(".")[1]: option for option in options() if option.split(".")[0] == section}
     same_key = [option for option in options() if option.split(".")[1] == key.lower()]
-    found = (
-        nearest(f"{section}.{key}", same_key, cutoff=0.0)
-        or _nearest_by_key(key, home_options)
-        or _nearest_by_key(key, list(options()))
-    )
-    if found:
+    found = nearest(f"{section}.{key}", same_key, cutoff=0.0) or here.get(nearest(key, here) or "")
+    if found := found or by_key.get(nearest(key, by_key) or ""):
         return ConfigError(f"{name} is not an option; did you mean {found}?")
-    if home_options:
-        keys = ", ".join(option.split(".")[1] for option in home_options)
-        return ConfigError(f"{name} is not an option; [{home}] has {keys}")
-    return ConfigError(f"{name} is not an option; the sections are {', '.join(sections)}")
-
-
-def _nearest_by_key(key: str, names: list[str]) -> str | None:
-    by_key = {name.split(".")[1]: name for name in reversed(names)}
-    found = nearest(key, by_key)
-    return by_key[found] if found else None
+    sections = f"the sections are {', '.join(vars(Config()))}"
+    return ConfigError(f"{name} is not an option; {f'[{section}] has ' + ', '.join(here) if here else sections}")
 
 
 def _unwrap(hint: Any) -> tuple[Any, ...]:
@@ -212,6 +198,7 @@ def _read(hint: Any) -> Option:
         choices=registry[0] if registry else found.choices,
         rules=tuple(each for each in declared if isinstance(each, Rule)),
         needs=tuple(each for each in declared if isinstance(each, Needs)),
+        other_words=next((each for each in declared if isinstance(each, OtherWords)), None),
     )
 
 

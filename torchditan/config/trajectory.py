@@ -17,6 +17,7 @@ from typing import Any
 
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
+from torchditan.config.schema import options
 from torchditan.registry import FAMILIES, entry_name
 
 _SECTIONS = (
@@ -60,7 +61,8 @@ def trajectory(config: Config) -> dict[str, Any]:
     """The options that must agree for two commands to continue one run. Requires a completed configuration."""
     values = flatten(config)
     found = {option: values[option] for option in TRAJECTORY_KEYS}
-    found |= {f"{_FILE}{place}": _source_hash(place) for option in _PLUG_INS for place in _plug_ins(found[option])}
+    opened = [option for option in found if options()[option].takes_plug_ins and option != "autoencoder.name"]
+    found |= {f"{_FILE}{place}": _source_hash(place) for option in opened for place in _plug_ins(found[option])}
     if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
         del found["autoencoder.name"], found["autoencoder.dtype"]
     return _left_open(found)
@@ -68,16 +70,6 @@ def trajectory(config: Config) -> dict[str, Any]:
 
 _FILE = "plug_in."
 """Start of the keys with the hash of the file of a part."""
-_PLUG_INS = (
-    "dataset.dataset_name",
-    "diffusion.objective",
-    "diffusion.ingredients",
-    "lr_scheduler.schedule",
-    "model.block",
-    "model.name",
-    "optimizer.name",
-)
-"""Options of a registry among these."""
 
 
 def _plug_ins(value: Any) -> list[str]:
@@ -86,11 +78,8 @@ def _plug_ins(value: Any) -> list[str]:
     return sorted({place for text in texts if ":" in (place := entry_name(str(text)))})
 
 
-_OPENED = (
-    *("autoencoder.name", "dataset.dataset_name", "diffusion.objective", "diffusion.ingredients"),
-    *("evaluation.metrics", "model.block", "model.name", "sampling.sampler", "text_encoder.name"),
-)
-"""Options whose parts a stored run opens to draw and evaluate."""
+_FOR_TRAINING = ("lr_scheduler.schedule", "metrics.meters", "optimizer.name")
+"""Options whose parts nobody opens who only draws or evaluates."""
 
 
 def refuse_untrusted_plug_ins(values: Mapping[str, Any]) -> None:
@@ -105,8 +94,9 @@ def refuse_untrusted_plug_ins(values: Mapping[str, Any]) -> None:
         ConfigError: a module would be read from the current folder.
     """
     right = "names code in this folder; if you trust it, import it first, or add the folder to PYTHONPATH"
-    for option in _OPENED:
-        for place in _plug_ins(values.get(option)):
+    for option, declared in options().items():
+        is_opened = declared.takes_plug_ins and option not in _FOR_TRAINING
+        for place in _plug_ins(values.get(option)) if is_opened else ():
             module = place.partition(":")[0]
             if module not in sys.modules and _is_in_current_folder(module.partition(".")[0]):
                 raise option_error(option, values[option], right)

@@ -66,12 +66,10 @@ def describe_encoding(
             "has captions without classes, so it cannot be encoded; train on its pixels",
         )
     channels, height, width = dataset.sample_shape
-    expected = autoencoder.latent_channels if is_encoded else autoencoder.image_channels
-    if channels != expected:
-        verb = "has latents of" if is_encoded else "reads"
-        right = f"{autoencoder.name} {verb} {expected} channel(s), and {dataset.name} has {channels}"
-        raise option_error("autoencoder.name", autoencoder.name, right)
     if is_encoded:
+        if channels != (expected := autoencoder.latent_channels):
+            right = f"has latents of {expected} channel(s), and {dataset.name} has {channels}"
+            raise option_error("autoencoder.name", autoencoder.name, right)
         height, width = height * autoencoder.downsampling, width * autoencoder.downsampling
     if posterior and not autoencoder.has_posterior:
         raise option_error("--posterior", True, f"{autoencoder.name} has no variance; leave it out")
@@ -170,10 +168,10 @@ def encode(
     with ThreadPoolExecutor(max_workers=1) as executor:
         writing: Future[None] | None = None
         for number, shard_batches in itertools.groupby(batches, key=lambda batch: batch.start // encoding.shard_size):
-            shard = _encode_shard(shard_batches, autoencoder.device, encoding, moments=moments, report=report)
+            parts, skipped = _encode_shard(shard_batches, autoencoder.device, encoding, moments=moments, report=report)
             if writing is not None:
                 writing.result()
-            writing = executor.submit(_write_shard, writer, number, shard)
+            writing = executor.submit(_write_shard, writer, number, parts, skipped)
         if writing is not None:
             writing.result()
     return writer.finalise()
@@ -286,13 +284,6 @@ def _batches_of(number: int, encoding: Encoding, batch_size: int) -> Iterator[li
         yield list(range(first, min(first + batch_size, end)))
 
 
-class _EncodedShard(NamedTuple):
-    """Parts of a shard, one list entry per batch; latents are still on the device."""
-
-    parts: dict[str, list[Tensor]]
-    skipped: list[tuple[int, str]]
-
-
 def _encode_shard(
     batches: Iterable[_SourceBatch],
     device: torch.device,
@@ -300,45 +291,44 @@ def _encode_shard(
     *,
     moments: Moments,
     report: Callable[[int], None],
-) -> _EncodedShard:
-    """Encode the images of one shard. Nothing here waits for the device, so a GPU stays busy."""
+) -> tuple[dict[str, list[Tensor]], list[tuple[int, str]]]:
+    """Encode the images of one shard. Nothing here waits for the device, so a GPU stays busy.
+
+    Returns:
+        Its tensors by name, one part per batch, latents still on the device; and the skipped images.
+    """
     kept_dtype = torch.bfloat16 if encoding.dtype == "bf16" else torch.float32  # int8 needs the whole shard's maximum
-    names = [("latents", "logvar")] + ([("latents_flipped", "logvar_flipped")] if encoding.flipped else [])
-    shard = _EncodedShard({"labels": [], "index": []}, [])
+    empty = torch.empty(0, *encoding.latent_shape, dtype=torch.bfloat16)  # if no image of the shard is readable
+    views = ["", "_flipped"] if encoding.flipped else [""]
+    kinds = ["latents", "logvar"] if encoding.posterior else ["latents"]
+    parts: dict[str, list[Tensor]] = {f"{kind}{view}": [empty] for kind in kinds for view in views}
+    parts |= {"labels": [], "index": []}
+    skipped: list[tuple[int, str]] = []
     for batch in batches:
-        shard.parts["labels"].append(batch.labels)
-        shard.parts["index"].append(batch.numbers)
-        shard.skipped.extend(batch.skipped)
+        parts["labels"].append(batch.labels)
+        parts["index"].append(batch.numbers)
+        skipped += batch.skipped
         images = batch.images.to(device, non_blocking=True)
-        for (mean_name, logvar_name), view in zip(names, (images, images.flip(-1)), strict=False):
-            if len(view) == 0:
-                continue
-            mean, logvar = moments(view)
-            shard.parts.setdefault(mean_name, []).append(mean.to(kept_dtype))
+        for view in views if len(images) else ():
+            mean, logvar = moments(images.flip(-1) if view else images)
+            parts[f"latents{view}"].append(mean.to(kept_dtype))
             if encoding.posterior:
                 assert logvar is not None
-                shard.parts.setdefault(logvar_name, []).append(logvar.to(torch.bfloat16))
+                parts[f"logvar{view}"].append(logvar.to(torch.bfloat16))
         report(batch.num_sources)
-    return shard
+    return parts, skipped
 
 
-def _write_shard(writer: LatentWriter, number: int, encoded: _EncodedShard) -> None:
-    writer.write(number, _pack(encoded, writer.encoding))
-
-
-def _pack(encoded: _EncodedShard, encoding: Encoding) -> Shard:
-    """The tensors of a shard in their stored format, on the CPU."""
+def _write_shard(
+    writer: LatentWriter, number: int, parts: dict[str, list[Tensor]], skipped: list[tuple[int, str]]
+) -> None:
     # Move to the CPU first: computing a shard's scale needs several float32 copies of it.
-    tensors = {name: torch.cat([part.cpu() for part in parts]) for name, parts in encoded.parts.items()}
-    latent_names = ["latents", "latents_flipped"] if encoding.flipped else ["latents"]
-    logvar_names = [name.replace("latents", "logvar") for name in latent_names] if encoding.posterior else []
-    for name in [*latent_names, *logvar_names]:  # a shard without a readable image has none
-        tensors.setdefault(name, torch.empty(0, *encoding.latent_shape, dtype=torch.bfloat16))
-    if encoding.dtype == "int8":
-        tensors.update(_quantize({name: tensors[name] for name in latent_names}))
-    if not encoding.class_names:
+    tensors = {name: torch.cat([part.cpu() for part in of_batches]) for name, of_batches in parts.items()}
+    if writer.encoding.dtype == "int8":
+        tensors |= _quantize({name: latents for name, latents in tensors.items() if name.startswith("latents")})
+    if not writer.encoding.class_names:
         del tensors["labels"]
-    return Shard({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, tuple(encoded.skipped))
+    writer.write(number, Shard({name: tensor.contiguous() for name, tensor in tensors.items()}, tuple(skipped)))
 
 
 def _quantize(latents: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders import Autoencoder, check_name, kind_of, name_it, open_autoencoder, runs_code
+from torchditan.autoencoders import Autoencoder, kind_of, name_it, open_autoencoder, runs_code
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.distributed.float32_products import ieee_float32
@@ -247,7 +247,6 @@ def _check_kind(config: AutoencoderConfig, index: LatentIndex) -> None:
     """Refuse a name that cannot be the latents' autoencoder now, because the decoder may open only after training."""
     if config.name is None:
         return
-    check_name(config.name)
     if kind_of(config.name) != kind_of(index.autoencoder_name):
         right = f"these latents come from {index.autoencoder_name}; leave it out"
         raise option_error("autoencoder.name", config.name, right)
