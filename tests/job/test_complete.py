@@ -68,6 +68,12 @@ def test_the_shift_follows_the_number_of_values_of_a_sample(tmp_path: Path) -> N
         prepared(tmp_path, "--diffusion.timestep_shift_base=4", "--diffusion.timestep_shift=3")
 
 
+@pytest.mark.parametrize("flag", ["--model.sample_size=4", "--dataset.fingerprint=other"])
+def test_what_only_the_data_decides_is_refused_with_another_value(flag: str, tmp_path: Path) -> None:
+    with refused(flag.removeprefix("--").split("=")[0], "leave it out"):
+        prepared(tmp_path, flag)
+
+
 def test_the_section_of_the_autoencoder_is_completed_by_what_it_opened(tmp_path: Path) -> None:
     job, filled_in = prepared(tmp_path, *ENCODED)
     assert filled_in == {
