@@ -68,7 +68,7 @@ def test_the_shift_follows_the_number_of_values_of_a_sample(tmp_path: Path) -> N
         prepared(tmp_path, "--diffusion.timestep_shift_base=4", "--diffusion.timestep_shift=3")
 
 
-@pytest.mark.parametrize("flag", ["--model.sample_size=4", "--dataset.fingerprint=other"])
+@pytest.mark.parametrize("flag", ["--model.sample_size=4,4", "--dataset.fingerprint=other"])
 def test_what_only_the_data_decides_is_refused_with_another_value(flag: str, tmp_path: Path) -> None:
     with refused(flag.removeprefix("--").split("=")[0], "leave it out"):
         prepared(tmp_path, flag)
