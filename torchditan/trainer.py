@@ -366,7 +366,7 @@ class Trainer:
                     profiler.step(self.progress.step)
                     self.stop_point.stop_if_asked()
                 except DivergenceError as divergence:
-                    batches = self.roll_back(divergence, profiler)
+                    batches = self.roll_back(divergence)
         self.guard.wait()
         # Rank 0 may need longer for its last tasks, such as uploads.
         self.set_timeout(config.comm.init_timeout_seconds)
@@ -455,7 +455,7 @@ class Trainer:
         raise_on_all_ranks(mistake)
         return itertools.chain(first, batches)
 
-    def roll_back(self, divergence: DivergenceError, profiler: Profiler) -> Iterator[tuple[Batch, Randomness]]:
+    def roll_back(self, divergence: DivergenceError) -> Iterator[tuple[Batch, Randomness]]:
         """Return to the last checkpoint; the batches continue after those of the step that diverged.
 
         Raises:
@@ -463,7 +463,6 @@ class Trainer:
         """
         warning = self.rollback.to_last_checkpoint(divergence)
         self.logger.roll_back()
-        profiler.return_to(self.progress.step)
         self.supervision.warn(warning)
         return self.open_stream()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from minimal_parts import PAIRED
+from refusals import refused
 
 from torchditan.ablation.autotune import candidate_batches
 from torchditan.announcements import describe_batches
@@ -50,6 +51,12 @@ def test_the_completed_configuration_is_a_new_one_and_leaves_nothing_open(tmp_pa
     job, filled_in = prepared(tmp_path)
     assert filled_in == OF_DIGITS
     assert describe_batches(job.plan) == "batch_size 16 x 1 micro-batch x 1 rank = global batch 16"
+
+
+@pytest.mark.parametrize("flag", ["--model.sample_size=4,4", "--dataset.fingerprint=other"])
+def test_what_only_the_data_decides_is_refused_with_another_value(flag: str, tmp_path: Path) -> None:
+    with refused(flag.removeprefix("--").split("=")[0], "leave it out"):
+        prepared(tmp_path, flag)
 
 
 def test_the_section_of_the_autoencoder_is_completed_by_what_it_opened(tmp_path: Path) -> None:

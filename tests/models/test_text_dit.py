@@ -366,20 +366,6 @@ def test_sizes_that_are_left_open_are_those_of_the_captions():
 
 
 @pytest.mark.parametrize(
-    ("options", "pooled", "message"),
-    [
-        ({"text_width": 768}, POOLED, "model.text_width = 768: the captions' embeddings have 12; leave it out"),
-        ({"pooled_width": 768}, None, "model.pooled_width = 768: the captions' embeddings have none; leave it out"),
-    ],
-)
-def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, message):
-    config = Config(model=Model(text="cross_attention", **options))
-    with pytest.raises(ConfigError) as error:
-        text_sizes_of(Captions(pooled=pooled), config)  # type: ignore[arg-type]
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (

@@ -69,7 +69,7 @@ def test_the_first_lines_say_how_a_global_batch_is_accumulated(train: Train) -> 
 
 def test_the_first_lines_name_options_without_effect(train: Train) -> None:
     options = {"training.attention_backend": "cudnn", "training.enable_cpu_offload": "true"}
-    options |= {"compile.mode": "max-autotune-no-cudagraphs", "ema.enable": "false", "ema.decay": "0.5"}
+    options |= {"compile.mode": "max-autotune-no-cudagraphs", "ema.width": "0.05", "ema.decay": "0.5"}
     outcome = train("run", "--training.steps=1", *[f"--{option}={value}" for option, value in options.items()])
     assert outcome.code == 0, outcome.err
     assert "\n1 steps; Ctrl-C stops without saving\n" in outcome.out
@@ -77,7 +77,7 @@ def test_the_first_lines_name_options_without_effect(train: Train) -> None:
     expected = {
         "a GPU": 'training.attention_backend = "cudnn", training.enable_cpu_offload = true',
         "training.compile": 'compile.mode = "max-autotune-no-cudagraphs"',
-        "ema.enable": "ema.decay = 0.5",
+        "ema.width = none": "ema.decay = 0.5",
     }
     assert found == {
         f"no effect here without {need}": f"no effect here without {need}: {expected[need]}" for need in expected

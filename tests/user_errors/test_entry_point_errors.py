@@ -48,11 +48,6 @@ ROWS: list[tuple[str, str, list[str]]] = [
         ["0", "0.2887"],
     ),
     (
-        "train --ema.width=0.05 --ema.decay=0.99",
-        "ema.decay = 0.99",
-        ["ema.width", "0.9999"],
-    ),
-    (
         "train --checkpoint.enable_checkpoint --checkpoint.save_final=false",
         "checkpoint.save_final = false",
         ["checkpoint.enable_checkpoint", "false"],

@@ -573,9 +573,9 @@ class EMA:
 
     enable: bool = True
     """Keep an exponential moving average of the weights, for sampling and export."""
-    decay: Annotated[float, AtLeast(0), Below(1), Needs("ema.width = none"), Idle(unless="ema.enable")] = 0.9999
+    decay: Annotated[float, AtLeast(0), Below(1), Idle(unless="ema.width = none"), Idle(unless="ema.enable")] = 0.9999
     """Decay per step after warmup; 0.9999 suits a global batch of 256."""
-    warmup: Annotated[bool, Needs("ema.width = none"), Idle(unless="ema.enable")] = True
+    warmup: Annotated[bool, Idle(unless="ema.width = none"), Idle(unless="ema.enable")] = True
     """Average over fewer steps at the start: decay min(decay, (1 + step) / (10 + step))."""
     width: Annotated[float | None, Above(0), Below(0.2887), Idle(unless="ema.enable")] = None
     """In place of decay and warmup: the average's width relative to the steps so far, such as 0.05 (sigma_rel).

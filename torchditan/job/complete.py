@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pkgutil
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,13 +52,11 @@ def read_stored_run(path: Path) -> StoredRun | None:
     if not (path / "config.json").exists():
         return None
     content = read_config(path)
-    size = content.get("trajectory", {}).get("training.global_batch_size")
-    threads = content.get("hardware", {}).get("cpu_threads")
     return StoredRun(
         path=path,
         options=flatten_tree(content["config"]),
-        global_batch_size=size if isinstance(size, int) and size > 0 else None,
-        cpu_threads=threads if isinstance(threads, int) and threads > 0 else None,
+        global_batch_size=(content.get("trajectory") or {}).get("training.global_batch_size"),
+        cpu_threads=(content.get("hardware") or {}).get("cpu_threads"),
     )
 
 
@@ -82,7 +81,7 @@ def complete(
         ConfigError: an option contradicts the data, the number of ranks or the continued run.
     """
     config = dataclasses.replace(config, autoencoder=space.config)
-    config = complete_from_dataset(config, dataset, sample_shape=space.sample_shape)
+    config = config.fill_in(what_data_says(config, dataset, sample_shape=space.sample_shape))
     if run is not None:
         config = keep_global_batch_size(config, run, world_size=rank.world_size)
         check_steps(config, run)
@@ -101,28 +100,28 @@ def complete_precision(config: Config, run: StoredRun | None, *, device: torch.d
     return config.replace({option: stored.get(option) or precision_for(device) for option in automatic(config)})
 
 
-def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> Config:
-    """Fill in open options from the dataset. `sample_shape` is (C, H, W) of the model's input."""
-    sample_size = list(sample_shape[1:])
-    if config.model.sample_size not in (None, sample_size):
-        right = f"samples of this data are {sample_size}; leave it out"
-        raise option_error("model.sample_size", config.model.sample_size, right)
-    text_sizes = text_sizes_of(dataset, config)
-    fingerprint = dataset.fingerprint
-    if config.dataset.fingerprint not in (None, fingerprint):
-        right = f"the data here is {fingerprint or 'of unknown identity'}; leave it out, or use the data it belongs to"
-        raise option_error("dataset.fingerprint", config.dataset.fingerprint, right)
-    return config.fill_in(
-        {
-            "model.input_channels": sample_shape[0],
-            "model.sample_size": sample_size,
-            "dataset.image_size": list(dataset.sample_shape[-2:]),
-            "dataset.num_classes": len(dataset.class_names),
-            "dataset.horizontal_flip": dataset.horizontal_flip,
-            "dataset.fingerprint": fingerprint,
-            **text_sizes,
-        }
-    )
+def what_data_says(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> dict[str, Any]:
+    """Values for options that are left open. `sample_shape` is (C, H, W) of the model's input.
+
+    Raises:
+        ConfigError: an option that only the data decides was set to another value.
+    """
+    decided = {
+        "model.sample_size": list(sample_shape[1:]),
+        "dataset.fingerprint": dataset.fingerprint,
+        **text_sizes_of(dataset, config),
+    }
+    for option, value in decided.items():
+        given = attrgetter(option)(config)
+        if given not in (None, value):
+            raise option_error(option, given, f"is {'none' if value is None else value} for this data; leave it out")
+    return {
+        **decided,
+        "model.input_channels": sample_shape[0],
+        "dataset.image_size": list(dataset.sample_shape[-2:]),
+        "dataset.num_classes": len(dataset.class_names),
+        "dataset.horizontal_flip": dataset.horizontal_flip,
+    }
 
 
 def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None]:
@@ -132,27 +131,22 @@ def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None
         `{"model.text_tokens": 77, ...}`; {} for a model without text.
 
     Raises:
-        ConfigError: the dataset has no captions, or the sizes of their embeddings differ from the options.
+        ConfigError: the dataset has no captions.
     """
-    model = config.model
-    if model.text is None or isinstance(dataset, StandInDataset):
+    if config.model.text is None or isinstance(dataset, StandInDataset):
         return {}
     null = dataset.null_tensors
     if null is None:
         right = f"{dataset.name} has no captions; leave it out, or set --dataset.dataset_name captions"
-        raise option_error("model.text", model.text, right)
+        raise option_error("model.text", config.model.text, right)
     tokens, width = null["prompt_embeds"].shape
     pooled = null.get("pooled_prompt_embeds")
-    found = {
+    return {
         "model.text_tokens": tokens,
         "model.text_width": width,
         "model.pooled_width": None if pooled is None else pooled.shape[-1],
+        "model.text_blocks": dataset.text_blocks,
     }
-    for option, given in zip(found, (model.text_tokens, model.text_width, model.pooled_width), strict=True):
-        if given not in (None, found[option]):
-            right = f"the captions' embeddings have {'none' if found[option] is None else found[option]}; leave it out"
-            raise option_error(option, given, right)
-    return {**found, "model.text_blocks": dataset.text_blocks}
 
 
 def check_steps(config: Config, run: StoredRun) -> None:
@@ -203,10 +197,10 @@ def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -
     return config.replace({"training.global_batch_size": stored, "training.batch_size": batch_size})
 
 
-def _ranks(config: Config, *, plural: str = "s") -> str:
+def _ranks(config: Config) -> str:
     """What reads samples of its own: a rank, or a group of context parallelism."""
     degree = config.training.context_parallel_degree
-    return f"rank{plural}" if degree == 1 else f"group{plural} of {degree} ranks"
+    return "ranks" if degree == 1 else f"groups of {degree} ranks"
 
 
 def _ranks_for(config: Config, global_batch_size: int, *, multiple: int = 1) -> str:
@@ -228,17 +222,15 @@ def complete_batches(config: Config, rank: Rank) -> Config:
         batch_size = pkgutil.resolve_name(TUNE_BATCH_SIZE)(config, rank)
     if global_batch_size is None:
         global_batch_size = batch_size * rank.world_size
-    multiple = batch_multiple(config.diffusion) if given is None else batch_size
+    together = batch_multiple(config.diffusion)
+    multiple = together if given is None else batch_size
     if global_batch_size % (multiple * rank.world_size):
-        each = f" x training.batch_size {batch_size}"
-        if given is None:
-            each = f" x {multiple} for the objective" if multiple > 1 else ""
-        at_once = f"{multiple * rank.world_size}: {rank.world_size} {_ranks(config, plural='(s)')}{each}"
+        each = f"{rank.world_size} {_ranks(config)} x {multiple} {'for the objective' if given is None else 'each'}"
         others = _ranks_for(config, global_batch_size, multiple=multiple)
-        right = f"must be a multiple of {at_once}; it fits {others}"
+        right = f"must be a multiple of {multiple * rank.world_size}: {each}; it fits {others}"
         raise option_error("training.global_batch_size", global_batch_size, right)
-    if batch_size % (multiple := batch_multiple(config.diffusion)):
-        right = f"must be a multiple of {multiple}: the objective or an ingredient needs that many samples together"
+    if batch_size % together:
+        right = f"must be a multiple of {together}: the objective or an ingredient needs that many samples together"
         raise option_error("training.batch_size", batch_size, right)
     return config.replace({"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
 

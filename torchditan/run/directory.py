@@ -6,9 +6,7 @@ Notable:
 - A run holds a lock on its folder. The kernel releases it when the process ends, however it ends.
 - Files are written to a temporary name, synced and renamed, so a reader sees the old or the new file. `metrics.jsonl`
   grows by complete lines instead; readers skip a line that a killed run left incomplete.
-- A launcher that needs the outcome of each rank names a folder in the environment (`RANKS_VARIABLE`). Every rank keeps
-  one small file there, from its start to its end.
-- Reading (`read_config`, `read_metrics`, `read_status`, `read_rank_statuses`) needs no torch.
+- Reading (reading.py) needs no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -58,7 +57,10 @@ class RunDirectory:
     """The files of one run. Rank 0 is the writer; on other ranks, the paths are valid and writes do nothing."""
 
     def __init__(self, path: Path, *, is_writer: bool) -> None:
-        self.path = Path(path)
+        self.path = path
+        self.config_path = path / "config.json"
+        self.metrics_path = path / "metrics.jsonl"
+        self.status_path = path / "status.json"
         self.is_writer = is_writer
         self._lock: int | None = None
         self._unwritten = b""  # lines, or part of one, that a full disk refused
@@ -66,18 +68,6 @@ class RunDirectory:
         self._is_new = False
         self._created: list[Path] = []  # folders that `open` created, deepest first
         self._replaced: dict[Path, bytes | None] = {}  # original content of files that `open` changed
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def status_path(self) -> Path:
-        return self.path / "status.json"
 
     def start_mark(self) -> list[str] | None:
         """What identifies the start of the run that opened the folder last; None if this machine sees none."""
@@ -160,8 +150,8 @@ class RunDirectory:
             return
         if self._created:
             shutil.rmtree(self.path)
-            for parent in self._created[1:]:
-                if not any(parent.iterdir()):
+            with suppress(OSError):  # not empty
+                for parent in self._created[1:]:
                     parent.rmdir()
         else:
             for file, content in self._replaced.items():

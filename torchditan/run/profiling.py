@@ -59,8 +59,6 @@ class Profiler:
         self.rank = rank
         self.excluded = excluded
         self.last_step = start_step
-        self.counted_step = start_step
-        """As torch's profiler counts, which does not return after a rollback."""
         self.trace: profile | None = None
         if config.enable_profiling:
             # A trace covers one step, so clearing the events of the previous one is intended.
@@ -68,7 +66,7 @@ class Profiler:
             is_cuda = device.type == "cuda"
             self.trace = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
-                schedule=lambda count: self._action(start_step + 1 + count),
+                schedule=lambda _: self._action(self.last_step + 1),  # torch's count ignores resumes and rollbacks
                 on_trace_ready=self._save_trace,
                 record_shapes=True,
             )
@@ -91,19 +89,13 @@ class Profiler:
 
     def step(self, step: int) -> None:
         """Call it at the end of every training step."""
-        assert step == self.last_step + 1, f"step {step} after {self.last_step}"
         self.last_step = step
-        self.counted_step += 1
         is_snapshot_due = self.config.enable_memory_snapshot and step % self.config.profile_freq == 0
         with self.excluded() if is_snapshot_due or self._tracer_changes() else nullcontext():
             if self.trace is not None:
                 self.trace.step()
             if is_snapshot_due:
                 self.snapshot(f"step_{step:08d}")
-
-    def return_to(self, step: int) -> None:
-        """Return to `step` after a rollback: later steps run again."""
-        self.last_step = step
 
     def snapshot(self, name: str) -> None:
         """Write a memory snapshot, if they are enabled."""
@@ -119,10 +111,11 @@ class Profiler:
         return ProfilerAction.WARMUP if until_traced <= _WARMUP_STEPS else ProfilerAction.NONE
 
     def _tracer_changes(self) -> bool:
-        """Whether the tracer starts, stops or writes after the step that was counted last."""
-        action = self._action(self.counted_step)
-        is_change = action == ProfilerAction.RECORD_AND_SAVE or action != self._action(self.counted_step + 1)
-        return self.trace is not None and is_change
+        """Whether the tracer starts, stops or writes between the last step and the next one."""
+        if self.trace is None:
+            return False
+        action = self.trace.current_action
+        return action == ProfilerAction.RECORD_AND_SAVE or action != self._action(self.last_step + 1)
 
     def _save_trace(self, trace: profile) -> None:
         folder = self.folder / self.config.save_traces_folder / f"step_{self.last_step:08d}"

@@ -139,6 +139,8 @@ class Supervision:
         write_rank_status("interrupted", reason, step=step, exit_code=75)
         if (read_status(self.run_directory.path) or {}).get("state") not in ("error", "oom"):
             self._write_status("interrupted" if self.rank.world_size == 1 else "error", reason)
+        if self.watch is not None:
+            self.watch.close(reason)
 
     def record_lost(self, cause: str) -> None:
         """Record the cause that another rank is; the watching thread also calls this."""

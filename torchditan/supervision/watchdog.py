@@ -99,9 +99,16 @@ class RankWatch:
         """Record that this rank is now in `step`, doing `place`; costs well under a microsecond."""
         self._place = (step, place, time.monotonic())
 
-    def close(self) -> None:
-        """Publish that this rank ends as intended, so that others do not report it as lost."""
-        self._end()
+    def close(self, reason: str = "") -> None:
+        """Publish that this rank ends, and why if it failed, so that others do not report it as lost.
+
+        The watching thread looks for a cause before, and ends. It does not if the store hangs.
+        """
+        if not self._main_ends.is_set():
+            self._own_reason = reason and f"{STOPPED_BY} {self.rank.rank}: {reason}"
+            self._main_ends.set()
+            os.write(self._waking, b"\0")
+            self._thread.join(_PATIENCE_S + _GRACE_S)
 
     def explain(self, error: BaseException, reason: str) -> str | None:
         """One line on the other rank that caused `error`; None if this rank caused it. Takes up to 8 s.
@@ -112,20 +119,12 @@ class RankWatch:
             reason: of `error`, for the other ranks.
         """
         is_others = is_peer_failure(f"{type(error).__name__}: {error}")
-        self._own_reason = f"{STOPPED_BY} {self.rank.rank}: {reason}"
         self._waited_in = _newest_collective() if is_others else None
-        self._end()
+        self.close(reason)
         if self.cause is not None or self._has_answered or not is_others or self.rank.rank == 0:
             return self.cause
         gone = "its store does not answer (killed, or its machine is gone or cut off)"
         return f"{LOST_RANK} 0: {gone}; rank {self.rank.rank} waited for it in {self._waited_in}"
-
-    def _end(self) -> None:
-        """Have the watching thread look for a cause, publish it and end. It does not if the store hangs."""
-        if not self._main_ends.is_set():
-            self._main_ends.set()
-            os.write(self._waking, b"\0")
-            self._thread.join(_PATIENCE_S + _GRACE_S)
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store does not answer
