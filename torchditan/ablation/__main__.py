@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from torchditan.ablation.grid import BATCH_SIZE, OPTIONS, Grid, Run, load_grid, parse_axis, parse_setting
 from torchditan.config.command_line import ScriptParser
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.registry import LAUNCHERS, registered
 from torchditan.supervision.exit_status import reader_may_leave
 
@@ -51,7 +51,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
     for option in (OPTIONS[key] for key in _OF_FILE):
         add(f"--{option.name}", type=option.parse, help=f"{option.description} (default: from the file)")
     add("--retry", default="error,timeout", help="statuses of runs to retry, or none (default: error,timeout)")
-    add("--launcher", choices=LAUNCHERS, default="local", help="default: local")
+    add("--launcher", default="local", help=f"{', '.join(LAUNCHERS)}, or module:name (default: local)")
     add("--slurm_jobs", type=int, default=16, help="maximum number of submitted jobs (default: 16)")
     add("--amd_summary", action="store_true", help=_AMD_HELP)
     add("--dry-run", action="store_true", help="list the runs, their commands and their planned memory")
@@ -105,6 +105,9 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
         with reader_may_leave():
             _dry_run(grid, path, device=arguments.device)
         return
+    if LAUNCHERS.place(arguments.launcher) is None:
+        right = f"must be one of {', '.join(LAUNCHERS)}, or module:name"
+        raise option_error("--launcher", arguments.launcher, right + did_you_mean(arguments.launcher, LAUNCHERS))
     parameters = {name: _plain(words) for name, words in _of_section(flags, "slurm.").items()}
     launcher = registered(LAUNCHERS, arguments.launcher)(path, parameters=parameters, max_parallel=arguments.slurm_jobs)
     signal.signal(signal.SIGTERM, _interrupt)

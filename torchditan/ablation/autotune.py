@@ -164,7 +164,7 @@ class TrialStore:
     def _read(self) -> dict[str, Any]:
         if not self.path.exists():
             return {"schema_version": _SCHEMA_VERSION, "questions": {}}
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError, KeyError):
             content: dict[str, Any] = json.loads(self.path.read_bytes())
             if content["schema_version"] == _SCHEMA_VERSION:
                 return content
