@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchditan.ablation.__main__ import parse, show
-from torchditan.ablation.amd_summary import COLUMNS, SETTINGS, settings_of, summary_row, write_amd_summary
+from torchditan.ablation.amd_summary import COLUMNS, settings_of, summary_row, write_amd_summary
 from torchditan.ablation.grid import load_grid
 from torchditan.ablation.runner import stored_grid
 
@@ -44,7 +44,7 @@ def summary(records: list[dict[str, Any]], **row: Any) -> dict[str, Any]:
 
 
 def test_the_columns_are_amds() -> None:
-    assert " ".join(COLUMNS) == FIXED and len(COLUMNS) == 20
+    assert " ".join(COLUMNS) == FIXED
 
 
 def test_each_column_is_what_its_name_says() -> None:
@@ -113,7 +113,8 @@ def test_show_writes_statuses_and_settings_in_amds_terms(folder: Path, capsys: p
     # As AMD's notebook reads it: columns by name, rows grouped by settings.
     pandas = pytest.importorskip("pandas")
     table = pandas.read_csv(folder / "amd" / "runs_summary.csv")
-    assert list(table.columns) == [*COLUMNS, *SETTINGS]
+    run = stored_grid(folder).runs()[0]
+    assert list(table.columns) == [*COLUMNS, *settings_of(run, None, folder)]
     success = table[table["status"] == "success"]
     groups = success.groupby(["run_name", "mixed_precision", "train_batch_size"])["avg_step_time_total"].mean()
     assert list(groups.items()) == [(("debugmodel_bs8_ps2_actnone_cfalse_dfloat32_p1,2", "no", 8), 0.5)]
@@ -133,11 +134,12 @@ def test_show_writes_statuses_and_settings_in_amds_terms(folder: Path, capsys: p
 
 def test_settings_of_published_models_are_amds(tmp_path: Path) -> None:
     axes: dict[str, list[Any]] = {"model": ["flux/FLUX.1-dev", "wan/Wan2.1-I2V-14B"], "checkpoint_fraction": [0.5]}
-    axes |= {"parallel": ["2,1"], "precision": ["bfloat16_f8"], "training.compile": [True]}
-    flux, wan = load_grid("published_models", axes={**axes, "training.batch_size": [1]}).runs()
+    axes |= {"parallel": ["2,1"], "precision": ["bfloat16_f8", "auto"], "training.compile": [True]}
+    flux, _, wan, automatic = load_grid("published_models", axes={**axes, "training.batch_size": [1]}).runs()
     found = settings_of(flux, None, tmp_path)
     names = ("model", "resolution", "num_frames", "gradient_checkpointing", "mixed_precision", "distributed_type")
     assert [found[name] for name in names] == ["flux-dev", "512", None, 0.5, "fp8", "MULTI_GPU"]
     assert found["dynamo_config"]["dynamo_backend"] == "inductor" and found["fsdp_config"] is found["use_cpu"] is None
     found = settings_of(wan, None, tmp_path)
     assert [found[name] for name in names[:3]] == ["wan2_1-i2v", "832,480", 81]
+    assert settings_of(automatic, None, tmp_path)["mixed_precision"] is None, "the run chooses it"

@@ -237,7 +237,7 @@ def test_an_axis_that_cannot_be_is_one_line(line: str, message: str, tmp_path: P
         (SMALL.replace("window = 2", "window = 4"), "window = 4: must be less than steps = 4"),
         ("steps = 4\nwindow = 2", "small is an empty grid: it has no axes"),
         ("exclude = [{model.flavor = 'debugmodel'}]\n" + SMALL, "small is an empty grid: every run is excluded"),
-        ("autotune = 'biggest'\n" + SMALL, 'autotune = "biggest": must be largest or fastest'),
+        ("autotune = 'biggest'\n" + SMALL, 'autotune = "biggest": must be one of largest, fastest'),
         ("autotune = 'largest'\n" + SMALL, "training.batch_size is set by autotune; leave it out of the grid"),
         (SMALL + "[settings]\ntraining.compile = true", "training.compile is an axis and a setting; keep one"),
         ("steps = = 4", "small.toml: Invalid value (at line 1, column 9)"),

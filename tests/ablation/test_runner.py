@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -326,6 +327,17 @@ def test_slurm_gets_a_job_per_run_with_its_devices_and_a_lost_job_is_an_error(
     assert [parameters["name"] for parameters in submitted] == [rows[at]["run_name"] for at in (0, 3, 1, 4)]
     wanted = {"gpus_per_node": 2, "nodes": 1, "tasks_per_node": 1, "slurm_partition": "gpu", "timeout_min": 6}
     assert all(parameters.items() >= wanted.items() for parameters in submitted)
+
+
+def test_the_launcher_of_the_documentation_makes_two_runs_at_a_time(run_here: RunHere, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8").partition("## A launcher")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", page.partition("\n## ")[0], flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("ProcessPoolExecutor", "ThreadPoolExecutor"), names)  # sees what the fixtures replaced
+    launcher = names["TwoAtATime"](tmp_path, parameters={}, max_parallel=16)
+    rows = run_here(small_grid(parallel=["1,2", "2,1"]), launcher=launcher)
+    assert statuses(rows) == [(8, "completed"), (16, "completed")] * 2
+    assert rows[2]["started"] <= rows[1]["started"], "one run per cell"
 
 
 def test_slurm_without_submitit_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

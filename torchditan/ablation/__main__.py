@@ -16,15 +16,13 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from torchditan.ablation.grid import BATCH_SIZE, OPTIONS, Grid, Run, load_grid, parse_axis, parse_setting
 from torchditan.config.command_line import ScriptParser
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.registry import LAUNCHERS, registered
 from torchditan.supervision.exit_status import reader_may_leave
-
-if TYPE_CHECKING:
-    from torchditan.ablation.grid import Grid, Run
 
 _EPILOG = """\
 --axes.KEY VALUES adds an axis or replaces one of the file: --axes.training.batch_size 1,2,4, --axes.parallel 1,8 8,1.
@@ -34,14 +32,7 @@ _EPILOG = """\
 If you repeat the command, it makes only the runs that are missing or failed.
 """
 _AMD_HELP = "also write amd/runs_summary.csv, with the columns of AMD's diffusion benchmark (docs/compatibility.md)"
-_OF_FILE: dict[str, tuple[type, str]] = {
-    "steps": (int, "optimizer steps per run"),
-    "window": (int, "number of last steps to measure"),
-    "repeats": (int, "number of times to run the whole grid"),
-    "timeout_s": (float, "time limit of a run in seconds"),
-    "autotune": (str, "search for the batch size: largest or fastest"),
-    "memory_limit_gib": (float, "memory limit of a rank on a CPU"),
-}
+_OF_FILE = ("steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
@@ -57,10 +48,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
     add("grid", help="grid file: a path, or a name in train_configs/ablations/")
     add("--name", help="folder name of the grid in the dump folder (default: name of the file)")
     add("--dump_folder", type=Path, default=Path("outputs"), help="default: outputs")
-    for key, (kind, text) in _OF_FILE.items():
-        add(f"--{key}", type=kind, help=f"{text} (default: from the file)")
+    for option in (OPTIONS[key] for key in _OF_FILE):
+        add(f"--{option.name}", type=option.parse, help=f"{option.description} (default: from the file)")
     add("--retry", default="error,timeout", help="statuses of runs to retry, or none (default: error,timeout)")
-    add("--launcher", choices=LAUNCHERS, default="local", help="default: local")
+    add("--launcher", default="local", help=f"{', '.join(LAUNCHERS)}, or module:name (default: local)")
     add("--slurm_jobs", type=int, default=16, help="maximum number of submitted jobs (default: 16)")
     add("--amd_summary", action="store_true", help=_AMD_HELP)
     add("--dry-run", action="store_true", help="list the runs, their commands and their planned memory")
@@ -86,8 +77,6 @@ def _of_section(flags: dict[str, list[str]], section: str) -> dict[str, list[str
 
 
 def _load(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> Grid:
-    from torchditan.ablation.grid import load_grid, parse_axis, parse_setting
-
     axes = {name: parse_axis(name, words) for name, words in _of_section(flags, "axes.").items()}
     settings = {name: parse_setting(name, " ".join(words)) for name, words in _of_section(flags, "settings.").items()}
     given = {key: getattr(arguments, key) for key in _OF_FILE if getattr(arguments, key) is not None}
@@ -116,6 +105,9 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
         with reader_may_leave():
             _dry_run(grid, path, device=arguments.device)
         return
+    if LAUNCHERS.place(arguments.launcher) is None:
+        right = f"must be one of {', '.join(LAUNCHERS)}, or module:name"
+        raise option_error("--launcher", arguments.launcher, right + did_you_mean(arguments.launcher, LAUNCHERS))
     parameters = {name: _plain(words) for name, words in _of_section(flags, "slurm.").items()}
     launcher = registered(LAUNCHERS, arguments.launcher)(path, parameters=parameters, max_parallel=arguments.slurm_jobs)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -142,7 +134,6 @@ def _plain(words: list[str]) -> Any:
 
 
 def _dry_run(grid: Grid, path: Path, *, device: str | None) -> None:
-    from torchditan.ablation.grid import BATCH_SIZE
     from torchditan.ablation.maker import Maker
 
     maker, runs = Maker(grid, path), grid.runs()

@@ -26,55 +26,18 @@ from torchditan.config.options import Config
 from torchditan.finetune.resolutions import resolution_numbers, resolution_of
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
-from torchditan.run.reading import read_metrics
+from torchditan.run.reading import read_config, read_metrics
 
 FOLDER = "amd"
 WARMUP_STEPS, TAIL_STEPS = 5, 10
 
+_FIGURES = ("loss", "loss_tail", "step_time_total", "step_time_gpu", "fps_gpu", "tflops")
 COLUMNS = (
-    "run_id",
-    "run_name",
-    "timestamp",
-    "status",
-    "git_hash",
-    "git_user",
-    "total_elapsed_time",
-    "avg_loss",
-    "std_loss",
-    "avg_loss_tail",
-    "std_loss_tail",
-    "avg_step_time_total",
-    "std_step_time_total",
-    "avg_step_time_gpu",
-    "std_step_time_gpu",
-    "avg_fps_gpu",
-    "std_fps_gpu",
-    "avg_tflops",
-    "std_tflops",
+    *("run_id", "run_name", "timestamp", "status", "git_hash", "git_user", "total_elapsed_time"),
+    *(f"{statistic}_{figure}" for figure in _FIGURES for statistic in ("avg", "std")),
     "num_samples",
 )
-SETTINGS = (
-    "distributed_type",
-    "dynamo_config",
-    "fsdp_config",
-    "machine_rank",
-    "mixed_precision",
-    "num_machines",
-    "num_processes",
-    "rdzv_backend",
-    "use_cpu",
-    "model",
-    "model_path",
-    "train_data_path",
-    "train_batch_size",
-    "num_iterations",
-    "resolution",
-    "num_frames",
-    "gradient_checkpointing",
-    "logging_dir",
-    "profiling_logging_dir",
-)
-"""Further columns: the settings of a run, first those of Accelerate."""
+"""Further columns are the settings of a run (`settings_of`)."""
 _MODELS = {
     "flux/FLUX.1-dev": "flux-dev",
     "sdxl/SDXL": "stable-diffusion-xl",
@@ -96,9 +59,10 @@ def write_amd_summary(grid: Grid, folder: Path) -> Path:
     lines = []
     for number, run in enumerate(grid.runs(), start=1):
         row, records = rows.get(run.name), read_metrics(folder / RUNS_FOLDER / run.name)
-        lines.append(summary_row(number, run.name, row, records, git_user=user) | settings_of(run, row, folder))
+        settings = settings_of(run, row, folder)
+        lines.append(summary_row(number, run.name, row, records, git_user=user) | settings)
     buffer = io.StringIO(newline="")
-    writer = csv.DictWriter(buffer, (*COLUMNS, *SETTINGS), lineterminator="\n")
+    writer = csv.DictWriter(buffer, (*COLUMNS, *settings), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     path = folder / FOLDER / CSV_NAME
@@ -176,7 +140,7 @@ def settings_of(run: Run, row: Row | None, folder: Path) -> Row:
         "dynamo_config": {**compiled, "dynamo_mode": config.compile.mode},
         "fsdp_config": sharded if shard > 1 else None,
         "machine_rank": 0,
-        "mixed_precision": _PRECISIONS[run.axes[PRECISION]],
+        "mixed_precision": _PRECISIONS.get(_precision(run, folder)),
         "num_machines": 1,
         "num_processes": run.num_devices,
         "rdzv_backend": "c10d",
@@ -192,6 +156,14 @@ def settings_of(run: Run, row: Row | None, folder: Path) -> Row:
         "logging_dir": str(folder),
         "profiling_logging_dir": None,
     }
+
+
+def _precision(run: Run, folder: Path) -> str:
+    """That of the run; "auto" of a run that has not chosen yet."""
+    precision: str = run.axes[PRECISION]
+    if precision == "auto" and (folder / RUNS_FOLDER / run.name / "config.json").exists():
+        precision = read_config(folder / RUNS_FOLDER / run.name)["config"]["training"]["mixed_precision_param"]
+    return precision
 
 
 def _resolution(config: Config) -> tuple[str | None, int | None]:

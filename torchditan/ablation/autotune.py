@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -122,11 +123,7 @@ def _speed(trial: Trial) -> float:
 
 
 def candidate_batches(config: Config, *, num_devices: int) -> Sequence[int]:
-    """Allowed batch sizes, ascending.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Allowed batch sizes, ascending; ConfigError if there is none."""
     multiple, largest = config.autotune.batch_size_multiple, config.autotune.max_batch_size
     found = allowed_batch_sizes(config, num_devices=num_devices, multiple=multiple, largest=largest)
     if found:
@@ -156,27 +153,22 @@ class TrialStore:
     def add(self, trial: Trial) -> None:
         """Store a trial. Other processes may write at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
+        with open(self.path.with_name(f".{self.path.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             content = self._read()
             entry = content["questions"].setdefault(self.key, {"question": self.question, "trials": []})
             others = [stored for stored in entry["trials"] if stored["batch_size"] != trial.batch_size]
             entry["trials"] = sorted([*others, asdict(trial)], key=lambda stored: stored["batch_size"])
             write_file(self.path, json.dumps(content, indent=1).encode())
-        finally:
-            os.close(lock)
 
     def _read(self) -> dict[str, Any]:
         if not self.path.exists():
             return {"schema_version": _SCHEMA_VERSION, "questions": {}}
-        try:
+        with suppress(ValueError, TypeError, KeyError):
             content: dict[str, Any] = json.loads(self.path.read_bytes())
-        except (ValueError, RecursionError):
-            content = {}
-        if not isinstance(content, dict) or content.get("schema_version") != _SCHEMA_VERSION:
-            raise ConfigError(f"{self.path} is not a trial store of this version; move it away to repeat the trials")
-        return content
+            if content["schema_version"] == _SCHEMA_VERSION:
+                return content
+        raise ConfigError(f"{self.path} is not a trial store of this version; move it away to repeat the trials")
 
 
 def question_of(config: Config, *, device: Device, num_devices: int) -> dict[str, Any]:

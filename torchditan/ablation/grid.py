@@ -2,11 +2,8 @@
 """A grid file (a base configuration, axes and exclusions) and the runs that it defines.
 
 Notable:
-- an axis is any option of the configuration. `parallel` ("replicate,shard") and `precision` set several options at
-  once, and are the only way to set those. So a grid cannot compare DDP in one precision with FSDP in another by
-  accident;
-- `model`, `resolution` and `checkpoint_fraction` also set several options: a published model takes five
-  (finetune/resolutions.py);
+- an axis is any option of the configuration, or an alias for several options (`ALIASES`). `parallel` and `precision`
+  are the only way to set theirs. So a grid cannot compare DDP in one precision with FSDP in another by accident;
 - every run is validated as a `Config` before anything starts, so a mistake does not cost a night. A combination is left
   out if it is impossible although each of its values is possible in another run;
 - batch size is the innermost axis and ascends: after an out-of-memory run the larger batches are skipped. A repeat, or
@@ -27,18 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import ConfigError, did_you_mean, is_finite_number, option_error
+from torchditan.config.declarations import Above, AtLeast
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.legacy_keys import adopt_file, adopt_legacy
-from torchditan.config.loader import (
-    TRAIN_CONFIGS,
-    build_config,
-    find_config,
-    parse_toml,
-    read_toml,
-)
+from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, parse_toml, read_toml
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect, validate
-from torchditan.config.schema import options
+from torchditan.config.schema import Option, options, unknown_option
 from torchditan.config.trajectory import flatten_tree
 from torchditan.finetune.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 
@@ -60,22 +52,83 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "auto": {"training.mixed_precision_param": "auto", "float8.enable_float8_linear": False},
 }
 _REPLICATE, _SHARD = "training.data_parallel_replicate_degree", "training.data_parallel_shard_degree"
-_MEMBERS = {_REPLICATE: PARALLEL, _SHARD: PARALLEL, **dict.fromkeys(PRECISIONS["float32"], PRECISION)}
 _FRACTION = "activation_checkpoint.fraction"
-_MEMBERS_WHERE_USED = {
-    MODEL: (
-        "model.name",
-        FLAVOR,
-        "model.input_channels",
-        "dataset.image_size",
-        "dataset.num_frames",
-        "dataset.num_classes",
-        "diffusion.objective",
+
+
+@dataclass(frozen=True)
+class Alias:
+    """An axis that sets several options."""
+
+    members: tuple[str, ...]
+    """Options that it sets. A grid that uses the alias cannot set them otherwise."""
+    expand: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """The options, from the values of a cell."""
+    read: Callable[[Config], Any]
+    """The value of the alias in a configuration."""
+    kind: type = str
+    is_only_way: bool = False
+    """Whether no grid can set the options otherwise."""
+
+
+def parallel_degrees(parallel: str) -> tuple[int, int]:
+    """`"2,4"` as (replicate, shard)."""
+    words = str(parallel).replace(" ", "").split(",")
+    if len(words) != 2 or not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise option_error(PARALLEL, parallel, 'must be "replicate,shard", for example "2,4"')
+    return int(words[0]), int(words[1])
+
+
+def _expand_precision(values: Mapping[str, Any]) -> dict[str, Any]:
+    precision = values[PRECISION]
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        right = f"must be one of {', '.join(PRECISIONS)}{did_you_mean(str(precision), PRECISIONS)}"
+        raise option_error(PRECISION, precision, right)
+    return PRECISIONS[precision]
+
+
+def _read_precision(config: Config) -> str:
+    return "bfloat16_f8" if config.float8.enable_float8_linear else config.training.mixed_precision_param
+
+
+def _read_parallel(config: Config) -> str:
+    training = config.training
+    return f"{training.data_parallel_replicate_degree},{max(training.data_parallel_shard_degree, 1)}"
+
+
+def _read_fraction(config: Config) -> float | None:
+    checkpointing = config.activation_checkpoint
+    return checkpointing.fraction if checkpointing.mode == "fraction" else None
+
+
+ALIASES = {
+    PARALLEL: Alias(
+        (_REPLICATE, _SHARD),
+        lambda values: dict(zip((_REPLICATE, _SHARD), parallel_degrees(values[PARALLEL]), strict=True)),
+        _read_parallel,
+        is_only_way=True,
     ),
-    CHECKPOINT_FRACTION: (CHECKPOINTING, _FRACTION),
+    PRECISION: Alias(tuple(PRECISIONS["float32"]), _expand_precision, _read_precision, is_only_way=True),
+    MODEL: Alias(
+        (
+            "model.name",
+            FLAVOR,
+            "model.input_channels",
+            "dataset.image_size",
+            "dataset.num_frames",
+            "dataset.num_classes",
+            "diffusion.objective",
+        ),
+        lambda values: published_options(values[MODEL], values.get(RESOLUTION)),
+        lambda config: f"{config.model.name}/{config.model.flavor}",
+    ),
+    RESOLUTION: Alias((), lambda values: {}, resolution_of),  # of a model
+    CHECKPOINT_FRACTION: Alias(
+        (CHECKPOINTING, _FRACTION),
+        lambda values: {CHECKPOINTING: "fraction", _FRACTION: values[CHECKPOINT_FRACTION]},
+        _read_fraction,
+        float,
+    ),
 }
-"""Options that each alias sets, in grids that use it."""
-ALIASES = (PARALLEL, PRECISION, MODEL, RESOLUTION, CHECKPOINT_FRACTION)
 
 FORCED: dict[str, Any] = {
     "metrics.log_freq": 1,
@@ -106,7 +159,32 @@ _DRAWING = ("metrics.enable_sampling", "metrics.sample_freq", "metrics.sample_ba
 _ALSO_SETTINGS = ("autotune", "validation", "evaluation", "sampling", *_DRAWING)
 """Those of them that may be settings, because they decide what is measured, but not axes."""
 
-_KEYS = ("base", "steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib", "one_at_a_time")
+OPTIONS = {
+    option.name: option
+    for option in (
+        Option(str, "base", description="configuration of all runs", optional=True),
+        Option(int, "steps", description="optimizer steps per run", rules=(AtLeast(1),)),
+        Option(int, "window", description="number of last steps to measure", rules=(AtLeast(1),)),
+        Option(int, "repeats", description="number of times to run the whole grid", rules=(AtLeast(1),)),
+        Option(float, "timeout_s", description="time limit of a run in seconds", rules=(Above(0),)),
+        Option(
+            str,
+            "autotune",
+            description="search for the batch size: largest or fastest",
+            optional=True,
+            choices=("largest", "fastest"),
+        ),
+        Option(
+            float,
+            "memory_limit_gib",
+            description="memory limit of a rank on a CPU",
+            optional=True,
+            rules=(Above(0),),
+        ),
+        Option(bool, "one_at_a_time", description="vary one axis at a time"),
+    )
+}
+"""Keys of a grid file, besides its tables."""
 _TABLES = ("exclude", "axes", "settings")
 
 
@@ -151,10 +229,10 @@ class Grid:
     """A resolved grid file."""
 
     name: str
-    base: str | None
     axes: dict[str, list[Any]]
     settings: dict[str, Any]
     exclude: list[dict[str, Any]]
+    base: str | None = None
     steps: int = 50
     window: int = 10
     repeats: int = 1
@@ -276,14 +354,6 @@ def run_name(axes: Mapping[str, Any], *, left_out: Collection[str] = ()) -> str:
     return name
 
 
-def parallel_degrees(parallel: str) -> tuple[int, int]:
-    """`"2,4"` as (replicate, shard)."""
-    words = str(parallel).replace(" ", "").split(",")
-    if len(words) != 2 or not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise option_error(PARALLEL, parallel, 'must be "replicate,shard", for example "2,4"')
-    return int(words[0]), int(words[1])
-
-
 def load_grid(
     name: str, *, axes: Mapping[str, list[Any]] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Grid:
@@ -298,34 +368,37 @@ def load_grid(
         ConfigError: the file does not exist, or has unknown keys or axes, or invalid values.
     """
     path = _find_grid(name)
-    tables = _read_tables(path)
-    known = (*_KEYS, *_TABLES)
+    tables = parse_toml(path.read_text(encoding="utf-8-sig"), path=path)  # not of sections, unlike that of a job
+    known = (*OPTIONS, *_TABLES)
     unknown = [key for key in tables if key not in known]
     if unknown:
         hint = did_you_mean(unknown[0], known) or f"; there are {', '.join(known)}"
         raise ConfigError(f"{path}: {unknown[0]} is not a key of a grid{hint}")
-    if not isinstance(tables.get("base", ""), str):
-        raise option_error("base", tables["base"], "must be a configuration file, or a name in train_configs/")
     rules = tables.get("exclude", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise option_error("exclude", rules, "must be tables, [[exclude]]")
-    overrides = dict(overrides or {})
-    scalars = {key: overrides.pop(key) for key in list(overrides) if key in _KEYS}
-    tables |= scalars
+    settings = {key: value for key, value in (overrides or {}).items() if key not in OPTIONS}
+    scalars = {key: value for key, value in (overrides or {}).items() if key in OPTIONS}
     file_axes = _flatten_table(path, "axes", tables)
     if "autotune" in scalars:
         file_axes.pop(BATCH_SIZE, None)
     grid = Grid(
         name=path.stem,
-        base=tables.get("base"),
         axes={**file_axes, **(axes or {})},
-        settings={**_flatten_table(path, "settings", tables), **overrides},
+        settings={**_flatten_table(path, "settings", tables), **settings},
         exclude=[flatten_tree(rule) for rule in rules],
-        **{key: tables[key] for key in _KEYS[1:] if tables.get(key) is not None},
+        **{key: _converted(OPTIONS[key], value) for key, value in {**tables, **scalars}.items() if key in OPTIONS},
     )
-    _check_numbers(grid)
+    _check_grid(grid)
     _check_keys(grid)
     return replace(grid, axes={axis: _check_axis(axis, values) for axis, values in grid.axes.items()})
+
+
+def _converted(option: Option, value: Any) -> Any:
+    converted = option.convert(value)
+    if not option.allows(converted):
+        raise option_error(option.name, value, option.expected)
+    return converted
 
 
 def _find_grid(name: str) -> Path:
@@ -336,15 +409,6 @@ def _find_grid(name: str) -> Path:
     names = sorted(path.stem for path in folder.glob("*.toml"))
     hint = did_you_mean(Path(name).stem, names)
     raise ConfigError(f"{name} is not a grid file; train_configs/ablations/ has {', '.join(names)}{hint}")
-
-
-def _read_tables(path: Path) -> dict[str, Any]:
-    """Parse the file as TOML; `read_toml` of a job accepts only sections."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"{path} cannot be read as a grid file") from None
-    return parse_toml(text, path=path)
 
 
 def _read_base(name: str | None) -> dict[str, Any]:
@@ -358,60 +422,38 @@ def _flatten_table(path: Path, key: str, tables: Mapping[str, Any]) -> dict[str,
     return flatten_tree(table)
 
 
-def _check_numbers(grid: Grid) -> None:
-    for key in ("steps", "window", "repeats"):
-        value = getattr(grid, key)
-        if type(value) is not int or value < 1:
-            raise option_error(key, value, "must be an integer of at least 1")
+def _check_grid(grid: Grid) -> None:
     if grid.window >= grid.steps:
         right = (
             f"must be less than steps = {grid.steps}: the first step, which compiles and warms up, is never measured"
         )
         raise option_error("window", grid.window, right)
-    for key in ("timeout_s", "memory_limit_gib"):
-        value = getattr(grid, key)
-        is_number = is_finite_number(value) and value > 0
-        if not is_number and not (value is None and key == "memory_limit_gib"):
-            raise option_error(key, value, "must be a number greater than 0")
-    if type(grid.one_at_a_time) is not bool:
-        raise option_error("one_at_a_time", grid.one_at_a_time, "must be true or false")
-    if grid.autotune not in (None, "largest", "fastest"):
-        raise option_error("autotune", grid.autotune, "must be largest or fastest")
     if grid.autotune is not None and BATCH_SIZE in {*grid.axes, *grid.settings}:
         raise ConfigError(f"{BATCH_SIZE} is set by autotune; leave it out of the grid")
     if not grid.axes:
         raise ConfigError(f"{grid.name} is an empty grid: it has no axes")
+    both = sorted(grid.axes.keys() & grid.settings.keys())
+    if both:
+        raise ConfigError(f"{both[0]} is an axis and a setting; keep one")
+    if RESOLUTION in {*grid.axes, *grid.settings} and MODEL not in {*grid.axes, *grid.settings}:
+        raise ConfigError(f"{RESOLUTION} needs a published model: set {MODEL}, for example flux/FLUX.1-dev")
 
 
 def _check_keys(grid: Grid) -> None:
     used = {*grid.axes, *grid.settings}
-    members = dict(_MEMBERS)
-    for alias, its_members in _MEMBERS_WHERE_USED.items():
-        members |= dict.fromkeys(its_members, alias) if alias in used else {}
-    if RESOLUTION in used and MODEL not in used:
-        raise ConfigError(f"{RESOLUTION} needs a published model: set {MODEL}, for example flux/FLUX.1-dev")
-    for place, keys in (
-        ("axes", grid.axes),
-        ("settings", grid.settings),
-        *(("exclude", rule) for rule in grid.exclude),
-    ):
-        for key in keys:
-            if key in members and (place != "exclude" or key in _MEMBERS):
-                raise ConfigError(f"{place}: {key} is set by {members[key]}; use that")
-            if key not in options() and key not in ALIASES:
-                names = [*ALIASES, *options()]
-                by_key = {name.split(".")[-1]: name for name in reversed(names)}
-                found = did_you_mean(key, names) or did_you_mean(by_key.get(key.split(".")[-1], ""), names)
-                raise ConfigError(f"{place}: {key} is not an option{found}")
-            if place == "settings" and {key, key.split(".")[0]} & set(_ALSO_SETTINGS):
-                continue
-            if place != "exclude" and {key, key.split(".")[0]} & set(RUNNER_SETS):
-                raise ConfigError(
-                    f"{place}: {key} cannot be set in a grid: the runner sets it, or it does not affect measurements"
-                )
-    both = sorted(grid.axes.keys() & grid.settings.keys())
-    if both:
-        raise ConfigError(f"{both[0]} is an axis and a setting; keep one")
+    tables = [("axes", grid.axes), ("settings", grid.settings), *(("exclude", rule) for rule in grid.exclude)]
+    for place, key in ((place, key) for place, keys in tables for key in keys):
+        if key not in options() and key not in ALIASES:
+            hint = did_you_mean(key, ALIASES)
+            raise ConfigError(f"{place}: {key} is not an option{hint}" if hint else f"{place}: {unknown_option(key)}")
+        for name, alias in ALIASES.items():
+            if key in alias.members and (alias.is_only_way or (name in used and place != "exclude")):
+                raise ConfigError(f"{place}: {key} is set by {name}; use that")
+        names = {key, key.split(".")[0]}
+        is_allowed = place == "exclude" or (place == "settings" and names & {*_ALSO_SETTINGS})
+        if names & {*RUNNER_SETS} and not is_allowed:
+            right = "cannot be set in a grid: the runner sets it, or it does not affect measurements"
+            raise ConfigError(f"{place}: {key} {right}")
 
 
 def _check_axis(axis: str, values: Any) -> list[Any]:
@@ -429,44 +471,26 @@ def _check_axis(axis: str, values: Any) -> list[Any]:
 
 
 def _checked_value(axis: str, value: Any) -> Any:
-    if axis == RESOLUTION:  # checked later, together with the model
-        return "x".join(map(str, resolution_numbers(value)))
+    if axis == RESOLUTION:  # checked further together with the model
+        resolution_numbers(value)
+        return value
     return _axis_value(build_config(_expand_aliases({axis: value})), axis)
 
 
 def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
-    flags = dict(values)
-    if PARALLEL in flags:
-        flags[_REPLICATE], flags[_SHARD] = parallel_degrees(flags.pop(PARALLEL))
-    if PRECISION in flags:
-        precision = flags.pop(PRECISION)
-        if not isinstance(precision, str) or precision not in PRECISIONS:
-            right = f"must be one of {', '.join(PRECISIONS)}{did_you_mean(str(precision), PRECISIONS)}"
-            raise option_error(PRECISION, precision, right)
-        flags |= PRECISIONS[precision]
-    if MODEL in flags:
-        flags |= published_options(flags.pop(MODEL), flags.pop(RESOLUTION, None))
-    if CHECKPOINT_FRACTION in flags:
-        flags |= {CHECKPOINTING: "fraction", _FRACTION: flags.pop(CHECKPOINT_FRACTION)}
+    flags = {key: value for key, value in values.items() if key not in ALIASES}
+    for name, alias in ALIASES.items():
+        if name in values:
+            flags |= alias.expand(values)
     return flags
 
 
 def _axis_value(config: Config, axis: str) -> Any:
-    values = flatten(config)
-    if axis == PARALLEL:
-        return f"{values[_REPLICATE]},{max(values[_SHARD], 1)}"
-    if axis == PRECISION:
-        is_float8 = values["float8.enable_float8_linear"]
-        return "bfloat16_f8" if is_float8 else values["training.mixed_precision_param"]
-    if axis == MODEL:
-        return f"{values['model.name']}/{values[FLAVOR]}"
-    if axis == RESOLUTION:
-        return resolution_of(config)
-    if axis == CHECKPOINT_FRACTION:
-        return values[_FRACTION] if values[CHECKPOINTING] == "fraction" else None
+    if axis in ALIASES:
+        return ALIASES[axis].read(config)
     if axis == BATCH_SIZE:
-        return config.training.batch_size_on(math.prod(parallel_degrees(_axis_value(config, PARALLEL))))
-    return values[axis]
+        return config.training.batch_size_on(math.prod(parallel_degrees(_read_parallel(config))))
+    return flatten(config)[axis]
 
 
 def _check_effects(axes: Mapping[str, list[Any]], runs: list[Run]) -> None:
@@ -503,10 +527,8 @@ def parse_axis(axis: str, words: Iterable[str]) -> list[Any]:
 
 def _parse_value(axis: str, text: str) -> Any:
     """Parse command-line text as a TOML value. Text that is not a valid value stays a string and is refused later."""
-    option = options().get(_FRACTION if axis == CHECKPOINT_FRACTION else axis)
-    if option is None or text == "none":
-        return text
-    return option.parse(text)
+    option = Option(ALIASES[axis].kind) if axis in ALIASES else options().get(axis)
+    return text if option is None or text == "none" else option.parse(text)
 
 
 def parse_setting(option: str, text: str) -> Any:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchditan.ablation.device import Device
-from torchditan.ablation.grid import ALIASES, BATCH_SIZE, CHECKPOINT_FRACTION, STANDARD_AXES, Grid, Run
+from torchditan.ablation.grid import ALIASES, BATCH_SIZE, STANDARD_AXES, Grid, Run
 from torchditan.ablation.launch import Outcome
 from torchditan.config.errors import ConfigError, shorten
 from torchditan.config.schema import options
@@ -148,7 +148,7 @@ def columns(axes: Iterable[str], *, measured: Iterable[str] = ()) -> list[str]:
 def column_type(column: str) -> type:
     """int, float, bool or str. Lists are stored as text."""
     if column in ALIASES:
-        return float if column == CHECKPOINT_FRACTION else str
+        return ALIASES[column].kind
     known = {**_BEFORE_AXES, **_AFTER_AXES, **dict.fromkeys(QUALITY, float)}.get(column)
     if known is not None:
         return known

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,10 +146,7 @@ class Layout:
     reduce_bytes: int
     """Bytes of a gradient while it is reduced."""
     num_micro_batches: int
-    ema: Literal["none", "all", "trained"]
-    """Weights that have an average."""
     cpu_offload: bool
-    optimizer: Optimizer
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When gathered weights are freed; see `parallelize`."""
 
@@ -209,6 +206,7 @@ def timeline(
     traces: Sequence[StepTrace],
     layout: Layout,
     *,
+    state: Mapping[str, int],
     batch_size: int,
     batch_bytes: float,
     workspace: float,
@@ -219,11 +217,14 @@ def timeline(
         parameters: of the model.
         traces: for each block i, the trace of a model made of such blocks; often all the same.
         layout: sharding and precision.
+        state: result of `model_state`.
         batch_size: images in a micro-batch.
         batch_bytes: bytes of the batch and its noise.
         workspace: bytes that the device libraries take from the allocator.
     """
-    step = _Step(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+    constant = {name: 0.0 if layout.cpu_offload else state[name] for name in ("parameters", "optimizer", "ema")}
+    constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
+    step = _Step(parameters, layout, constant)
     step.forward(traces, batch_size)
     step.backward(traces, batch_size)
     step.update()
@@ -233,25 +234,15 @@ def timeline(
 class _Step:
     """Records the moments of a step. Call its three parts in order."""
 
-    def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
+    def __init__(self, parameters: Parameters, layout: Layout, constant: Mapping[str, float]) -> None:
         self.instants: list[Instant] = []
         self.kept = 0.0
         """Bytes of activations saved for the backward pass."""
-        self.layout = layout
+        self.layout, self.constant = layout, constant
         units = [_unit(weights, layout) for weights in (*parameters.blocks, parameters.root)]
         if _trains_plain(parameters, layout):
             units = [dataclasses.replace(unit, gathered=0, reduced=0) for unit in units]
         self.blocks, self.root = units[:-1], units[-1]
-        state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
-        if not layout.cpu_offload:
-            state = model_state(
-                parameters,
-                num_shards=layout.num_shards,
-                ema=layout.ema,
-                optimizer=layout.optimizer,
-            )
-        self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
-        self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in _managed(block, layout))
         self.remaining = 0.0 if has_frozen else 1.0
         """Share of a block's gathered weights that stay after its forward pass, by the rule of parallelize.py. The last
@@ -327,12 +318,11 @@ class _Step:
         reduced, unreduced = self.blocks[first:], self.blocks[:first]
         shards = 0 if layout.cpu_offload else sum(block.shard for block in reduced)
         unsharded = sum(self._unsharded(unit) for unit in (*unreduced, self.root))
-        held_back = self._held_back(reduced)
         parts = {
             "parameters": self.constant["parameters"],
             "gathered parameters": gathered,
             "gradients": shards + unsharded,
-            "gradient reduction": reduction + held_back,
+            "gradient reduction": reduction + self._held_back(reduced),
             "optimizer": self.constant["optimizer"],
             "ema": self.constant["ema"],
             "buffers": self.constant["buffers"],

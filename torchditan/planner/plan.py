@@ -316,16 +316,18 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         param_bytes=_DTYPES[training.mixed_precision_param].itemsize,
         reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
         num_micro_batches=num_micro_batches,
-        ema=_ema(config),
         cpu_offload=training.enable_cpu_offload,
-        optimizer=config.optimizer,
         reshard_after_forward=training.reshard_after_forward,
     )
     traces = model.traces(config)
+    averaged: Literal["all", "trained"] = "trained" if config.lora.rank else "all"
+    ema = averaged if config.ema.enable else "none"
+    state = model_state(model.parameters, num_shards=dims.num_shards, ema=ema, optimizer=config.optimizer)
     instants = timeline(
         model.parameters,
         traces,
         layout,
+        state=state,
         batch_size=training.batch_size,
         batch_bytes=model.batch_bytes(training.batch_size),
         workspace=0 if device is None else device.workspace_mib * 2**20,
@@ -336,21 +338,10 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         num_devices=num_devices,
         dims=dims,
         model=model,
-        state=model_state(
-            model.parameters,
-            num_shards=dims.num_shards,
-            ema=layout.ema,
-            optimizer=layout.optimizer,
-        ),
+        state=state,
         peak=max(instants, key=lambda instant: instant.total),
         activations=sum(trace.forward.left(training.batch_size) for trace in traces),
     )
-
-
-def _ema(config: Config) -> Literal["none", "all", "trained"]:
-    if not config.ema.enable:
-        return "none"
-    return "trained" if config.lora.rank else "all"
 
 
 class TracedModel:

@@ -120,14 +120,7 @@ def trace_blocks(
             split_tokens(model, degree=context, rank=0, group_name=None)
         blocks = spec.blocks(_computing_in(model, dtype))
         recorder = _record(
-            spec,
-            model,
-            blocks,
-            batch,
-            dtype=dtype,
-            checkpointing=checkpointing,
-            kernels=kernels,
-            objective=objective,
+            spec, model, blocks, batch, checkpointing=checkpointing, kernels=kernels, objective=objective
         )
         recorders.append(recorder)
         _complete_marks(recorder, len(blocks))
@@ -196,7 +189,6 @@ def _record(
     blocks: nn.ModuleList,
     batch_size: int,
     *,
-    dtype: torch.dtype,
     checkpointing: Checkpointing,
     kernels: Kernels,
     objective: Objective,
