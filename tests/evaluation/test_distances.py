@@ -126,7 +126,6 @@ def test_too_few_images_and_two_extractors_are_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"generated images: 16 are too few .* 16 features needs at least 17$"):
         require_full_rank(16, 16, name="generated images")
     require_full_rank(17, 16, name="generated images")
-    few = gaussian_of(random_features(16))
 
 
 # Inception Score
