@@ -315,7 +315,7 @@ def stored_run(folder: Path, config: Config, **changes: Any) -> Path:
 
 
 def card_of(run: Path, config: Config) -> Card:
-    return card(**{**NOT_MEASURED, **about_run(run, config, read_config(run), weights="ema", step=3)})
+    return card(**{**NOT_MEASURED, **about_run(run, config, read_config(run), weights="ema")})
 
 
 NOT_MEASURED = {"ema_decay": None, "ema_width": None, "training_hardware": None, "training_seed": None}

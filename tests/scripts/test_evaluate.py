@@ -322,9 +322,8 @@ def test_the_run_is_asked_for(run_script: RunScript, tmp_path: Path) -> None:
     images = tmp_path / "images.npz"
     write_images(images, [random_images(20, seed=1)], shape=(20, 8, 8))
     assert_refused(refused(run_script, "--metrics=pixels", f"--images={images}"), "--reference", ["--images"])
-    (tmp_path / "folder").mkdir()
-    line = refused(run_script, "--metrics", "pixels", tmp_path / "folder")
-    assert_refused(line, "--metrics", ["run"])
+    line = refused(run_script, "--metrics", "pixels", tmp_path)
+    assert_refused(line, "", ["run", "before the options"])
 
 
 def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(

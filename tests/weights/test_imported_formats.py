@@ -479,8 +479,7 @@ def test_a_trained_run_is_never_replaced(tmp_path: Path, run_script: RunScript) 
 def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     run = imported(path, "sit", run_script, *DIGITS)
-    config, facts = TrainedModel.open(run).config, {"step": 0, "images_seen": 0}
-    found = about_run(run, config, read_config(run), **facts, weights="ema")
+    found = about_run(run, TrainedModel.open(run).config, read_config(run), weights="ema")
     assert (found["imported"]["file"], found["imported"]["format"]) == ("weights.pt", "sit")
     assert not {"ema_decay", "training_seed", "training_versions"} & found.keys()
     text = markdown(replace(card(), imported=found["imported"]))

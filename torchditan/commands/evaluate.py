@@ -19,7 +19,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,10 @@ from torchditan.config.command_line import (
     check_output,
     count,
 )
-from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import override
 from torchditan.config.optional_libraries import how_to_install, import_optional
-from torchditan.config.options import Sampling, cache_folder, dataset_channels
+from torchditan.config.options import Config, Sampling, cache_folder, dataset_channels
 from torchditan.config.prompts import read_prompts
 from torchditan.evaluation.card import (
     CARD_FILE,
@@ -45,7 +46,7 @@ from torchditan.evaluation.card import (
     read_card,
 )
 from torchditan.evaluation.card_tables import table, write_card
-from torchditan.registry import FAMILIES, METRICS, entry_name
+from torchditan.registry import FAMILIES, METRICS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.progress import report_progress
 from torchditan.run.provenance import git_commit
@@ -139,20 +140,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def check(args: argparse.Namespace, of_samples: Sequence[str]) -> None:
     """Refuse arguments that do not go together. `of_samples`: those given that change only samples of a run."""
-    for name in args.metrics or ():
-        if METRICS.place(entry_name(name)) is None:
-            right = f"must be one of {', '.join(METRICS)}, or module:name{did_you_mean(name, METRICS)}"
-            raise option_error("--metrics", name, f"{right}; the run comes before the options")
     if args.run is None and args.images is None:
-        raise ConfigError(f"the following arguments are required: run, {RUN_EXAMPLES}")
-    if args.without_data and args.reference is None:
+        raise ConfigError(f"the following arguments are required: run, {RUN_EXAMPLES}; it comes before the options")
+    if args.images is not None and of_samples:
+        raise ConfigError(f"{of_samples[0]} has no effect with --images; leave it out")
+    if args.reference is None and args.without_data:
         raise option_error("--without_data", True, "needs a --reference to compare with")
-    if args.run is None and args.reference is None:
+    if args.reference is None and args.run is None:
         raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
     if args.samples_per_class is not None and args.class_balance not in (None, "balanced"):
         raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
-    if args.images is not None and of_samples:
-        raise ConfigError(f"{of_samples[0]} has no effect with --images; leave it out")
     if args.save_reference is not None:
         if args.reference is not None or args.run is None:
             right = "writes the training images of a run, which must be the reference"
@@ -200,16 +197,16 @@ def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> Trai
 
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
-    if args.prompts is not None and not trained.takes_prompts:
-        raise option_error("--prompts", args.prompts, "this run was not trained on captions; leave it out")
-    if trained.takes_prompts and args.samples_per_class is not None:
+    if args.prompts is not None:
+        if not trained.takes_prompts:
+            raise option_error("--prompts", args.prompts, "this run was not trained on captions; leave it out")
+        args.prompts = read_prompts("--prompts", args.prompts)
+    if args.samples_per_class is not None and trained.takes_prompts:
         right = "has no effect on samples of captions; leave it out, or give --num_samples"
         raise option_error("--samples_per_class", args.samples_per_class, right)
     if args.reference is not None and is_judged_by_prompts(args, trained):
         right = "has no effect on samples that are compared with their prompts; leave it out"
         raise option_error("--reference", str(args.reference), right)
-    if args.prompts is not None:
-        args.prompts = read_prompts("--prompts", args.prompts)
     return trained
 
 
@@ -251,7 +248,7 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None) -> 
 
 
 def number_and_size(
-    args: argparse.Namespace, trained: TrainedModel | None, *, is_small: bool, num_training: int
+    args: argparse.Namespace, trained: TrainedModel | None, *, num_training: int
 ) -> tuple[int, tuple[int, int]]:
     """The number of generated images of each seed, and their height and width."""
     from torchditan.evaluation.sample_batches import image_shape
@@ -260,16 +257,28 @@ def number_and_size(
         number, *size = image_shape(args.images)
         return number, (size[0], size[1])
     assert trained is not None
-    number = args.num_samples or (num_training if is_small else NUM_SAMPLES)
+    number = num_training if is_small(args, num_training) else NUM_SAMPLES
+    if is_judged_by_prompts(args, trained):
+        number = NUM_OF_PROMPTS
     if args.samples_per_class is not None:
         number = args.samples_per_class * max(1, trained.num_classes)
-    elif args.num_samples is None and is_judged_by_prompts(args, trained):
-        number = NUM_OF_PROMPTS
-    return number, trained.image_size
+    return args.num_samples or number, trained.image_size
+
+
+def is_small(args: argparse.Namespace, num_training: int) -> bool:
+    """Whether the training images are too few for a Fréchet distance over EfficientNet-Lite0."""
+    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES
+
+    return args.reference is None and 0 < num_training <= NUM_FEATURES
 
 
 def choose_metrics(
-    args: argparse.Namespace, trained: TrainedModel | None, *, is_small: bool, num_training: int
+    args: argparse.Namespace,
+    trained: TrainedModel | None,
+    *,
+    num_samples: int,
+    image_size: tuple[int, int],
+    num_training: int,
 ) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
     from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
@@ -278,23 +287,22 @@ def choose_metrics(
         return args.metrics
     if is_judged_by_prompts(args, trained):
         return ["prompts"]
-    number, (height, width) = number_and_size(args, trained, is_small=is_small, num_training=num_training)
     has_effnet = importlib.util.find_spec(PACKAGE) is not None
-    if has_effnet and is_small:
+    if has_effnet and is_small(args, num_training):
         note(
-            f"{number:,} samples for copies, KID and precision. No Fréchet distance and no classifier: for "
+            f"{num_samples:,} samples for copies, KID and precision. No Fréchet distance and no classifier: for "
             f"these, {num_training:,} training images are too few; they need more than {NUM_FEATURES:,}"
         )
         return ["effnet"]
     missing = {}
     if args.images is not None or trained is None or not trained.num_classes or not num_training:
         missing["classifier"] = "needs a model of classes and its training images"
-    elif num_training * 3 * height * width > MAX_CLASSIFIER_VALUES:
+    elif num_training * 3 * image_size[0] * image_size[1] > MAX_CLASSIFIER_VALUES:
         missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
     if not has_effnet:
         missing["effnet"] = f"needs {how_to_install('evaluation')}"
-    elif number <= NUM_FEATURES:
-        missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {number}"
+    elif num_samples <= NUM_FEATURES:
+        missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {num_samples}"
     for name, why in missing.items():
         note(f"without {name}, which {why}")
     chosen = [name for name in DEFAULT_METRICS if name not in missing]
@@ -303,60 +311,89 @@ def choose_metrics(
     return chosen
 
 
+def build_evaluator(args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels, rank: Rank) -> Evaluator:
+    """The evaluator of this command, with the real images of the run."""
+    from torchditan.evaluation.evaluator import Evaluator
+
+    datasets = open_real_images(args, trained)
+    num_training = len(datasets.get("train", ()))
+    num_samples, size = number_and_size(args, trained, num_training=num_training)
+    names = choose_metrics(args, trained, num_samples=num_samples, image_size=size, num_training=num_training)
+    samples_name = "--num_samples" if args.images is None else str(args.images)
+    if args.samples_per_class is not None:
+        samples_name = f"--samples_per_class {args.samples_per_class}"
+    return Evaluator(
+        None if trained is None else trained.config,
+        names,
+        datasets,
+        class_names=trained.class_names if trained is not None and args.images is None else [],
+        prompts_of=trained.config.dataset.dataset_name if trained is not None and trained.takes_prompts else None,
+        num_samples=num_samples,
+        image_size=size,
+        decode=decode,
+        device=rank.device,
+        seed=args.seed,
+        epochs=args.epochs,
+        inception_weights=args.inception_weights,
+        reference=args.reference,
+        samples_name=samples_name,
+    )
+
+
+@dataclass
 class Subject:
-    """What is evaluated, with all its seeds: the images of a file, or samples of a run at one set of options.
+    """What is evaluated, with all its seeds: the images of a file, or samples of a run at one set of options."""
 
-    Args:
-        args: of the command.
-        trained: the run, with the [sampling] options of this evaluation; None without one.
-        evaluator: with the metrics, after it read the real images.
-        decode: from samples to pixels.
-        is_one_of_several: of values in one command.
-    """
+    args: argparse.Namespace
+    trained: TrainedModel | None
+    """The run, with the [sampling] options of this evaluation; None without one."""
+    evaluator: Evaluator
+    """With the metrics, after it read the real images."""
+    decode: ToPixels
+    rank: Rank
+    is_one_of_several: bool
+    """Of several values in one command."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        trained: TrainedModel | None,
-        evaluator: Evaluator,
-        *,
-        decode: ToPixels,
-        rank: Rank,
-        is_one_of_several: bool,
-    ) -> None:
-        self.args = args
-        self.trained = trained
-        self.evaluator = evaluator
-        self.decode = decode
-        self.rank = rank
-        self.seeds = [args.seed + number for number in range(args.seeds)]
+    @property
+    def seeds(self) -> list[int]:
+        return [self.args.seed + number for number in range(self.args.seeds)]
+
+    @cached_property
+    def drawings(self) -> dict[int, Drawing]:
+        """The samples of each seed; empty for a file."""
+        return {} if self.args.images is not None else {seed: self._drawing(seed) for seed in self.seeds}
+
+    @cached_property
+    def digests(self) -> dict[int, str]:
+        """Of the pictures of each seed."""
+        args, config = self.args, self.trained.config if self.trained is not None else Config()
+        how = [asdict(config.autoencoder), args.rounding, args.float32_matmul_precision]
+        return {seed: drawing.digest(how) for seed, drawing in self.drawings.items()}
+
+    @cached_property
+    def folder(self) -> Path:
+        """Of the card. By default it says what is evaluated, and ends in a hash of all settings."""
+        args, trained = self.args, self.trained
+        if args.out is not None and not self.is_one_of_several:
+            return args.out
         reference = None if args.reference is None else str(args.reference.resolve())
-        shared = [args.metrics, reference, args.epochs, args.prompts]
+        settings = [args.metrics, reference, args.epochs, args.prompts, *self.digests.values()]
         if args.images is not None:
             run = None if args.run is None else str(args.run.resolve())
-            self.folder = args.out or args.images.with_name(
-                f"{args.images.stem}_evaluation_{short_hash([*shared, run])}"
-            )
-            return
+            return args.images.with_name(f"{args.images.stem}_evaluation_{short_hash([*settings, run])}")
         assert trained is not None
-        self.drawings = {seed: self._drawing(trained, seed) for seed in self.seeds}
         sampling = trained.config.sampling
-        settings = [asdict(trained.config.autoencoder), args.rounding, args.float32_matmul_precision]
-        self.digests = {seed: drawing.digest(settings) for seed, drawing in self.drawings.items()}
         words = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
         words += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
         words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
-        words += [f"{evaluator.num_samples}-samples", short_hash([*self.digests.values(), *shared])]
-        self.folder = args.out or trained.folder / "evaluation"
-        if args.out is None or is_one_of_several:
-            self.folder /= "_".join(words)
+        words += [f"{self.evaluator.num_samples}-samples", short_hash(settings)]
+        return (args.out or trained.folder / "evaluation") / "_".join(words)
 
-    def _drawing(self, trained: TrainedModel, seed: int) -> Drawing:
+    def _drawing(self, seed: int) -> Drawing:
+        args, trained = self.args, self.trained
+        assert trained is not None
         rows, order = self.evaluator.choose_samples(
-            seed=seed,
-            class_balance=self.args.class_balance,
-            encode=trained.encode_prompts,
-            prompts=self.args.prompts or [],
+            seed=seed, class_balance=args.class_balance, encode=trained.encode_prompts, prompts=args.prompts or []
         )
         return trained.drawing(rows, order, seed=seed)
 
@@ -412,35 +449,15 @@ class Subject:
         Args:
             about: the entries of the card that all evaluations of the command share.
         """
-        from torchditan.evaluation.drawing import sampling_settings
-
-        args, trained, rank = self.args, self.trained, self.rank
+        args, rank = self.args, self.rank
         results, samples, started = [], [], time.perf_counter()
         for seed in self.seeds:
             samples.append(self.evaluator.show(self.pictures(seed)).content)
             results.append(self.evaluator.compute())
         figures, other = card_figures(results, num_images=self.evaluator.num_samples)
-        origin: dict[str, Any] = {}
-        if args.images is not None:
-            origin["images"] = ImageSet(source="file", path=str(args.images), content=sha256_of(args.images))
-            origin["reference_run"] = None if args.run is None else str(args.run)
-        else:
-            assert trained is not None
-            origin = about_run(
-                args.run,
-                trained.config,
-                trained.content,
-                step=trained.step,
-                images_seen=trained.images_seen,
-                weights=trained.weights,
-                model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
-                sampling=sampling_settings(trained.config.sampling),
-                model_evaluations=trained.sampler.evaluations_per_sample(trained.config.sampling),
-            )
-            origin |= {"rounding": args.rounding, "batch_size": args.batch_size}
-            origin["class_balance"] = None if trained.takes_prompts else args.class_balance
+        extractors = {name: sha256 for metric in self.evaluator.metrics for name, sha256 in metric.extractors.items()}
         card = Card(
-            **origin,
+            **self._origin(),
             **environment_of(rank.device),
             **about,
             seeds=self.seeds,
@@ -448,9 +465,7 @@ class Subject:
             prompts=args.prompts or [],
             ranks=rank.world_size,
             epochs=args.epochs,
-            extractors={
-                name: sha256 for metric in self.evaluator.metrics for name, sha256 in metric.extractors.items()
-            },
+            extractors=extractors,
             inception_weights=None if args.inception_weights is None else str(args.inception_weights),
             figures=figures,
             samples=samples,
@@ -461,8 +476,31 @@ class Subject:
             self._write(card)
         return card
 
+    def _origin(self) -> dict[str, Any]:
+        """The entries of the card about the run and how it was sampled, or about the file."""
+        from torchditan.evaluation.drawing import sampling_settings
+
+        args, trained = self.args, self.trained
+        if args.images is not None:
+            images = ImageSet(source="file", path=str(args.images), content=sha256_of(args.images))
+            return {"images": images, "reference_run": None if args.run is None else str(args.run)}
+        assert trained is not None
+        sampling = trained.config.sampling
+        about = about_run(args.run, trained.config, trained.content, weights=trained.weights)
+        return {
+            **about,
+            "step": trained.step,
+            "images_seen": trained.images_seen,
+            "model_parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
+            "sampling": sampling_settings(sampling),
+            "model_evaluations": trained.sampler.evaluations_per_sample(sampling),
+            "class_balance": None if trained.takes_prompts else args.class_balance,
+            "rounding": args.rounding,
+            "batch_size": args.batch_size,
+        }
+
     def _write(self, card: Card) -> None:
-        all_parts = {} if self.args.images is not None else {seed: self.parts(seed) for seed in self.seeds}
+        all_parts = {seed: self.parts(seed) for seed in self.drawings}
         for seed, parts in all_parts.items() if self.args.save_images else ():
             suffix = "" if len(self.seeds) == 1 else f"_seed-{seed}"
             parts.write_npz(self.folder / f"samples{suffix}.npz")
@@ -491,8 +529,6 @@ def short_hash(settings: Any) -> str:
 def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
     """Evaluate each combination of the values, write the cards, and print the figures."""
     from torchditan.distributed.process_group import from_rank_0
-    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES
-    from torchditan.evaluation.evaluator import Evaluator
     from torchditan.evaluation.quality import Quality
     from torchditan.report.sampling_table import write_table
 
@@ -503,30 +539,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
         import_optional("matplotlib", extra="evaluation")
     trained = open_run(args, [*fixed, *given[0]], rank) if args.run is not None else None
     decode = trained.open_decoder() if trained is not None else lambda samples: samples  # before the slow work
-    datasets = open_real_images(args, trained)
-    num_training = len(datasets.get("train", ()))
-    is_small = args.reference is None and 0 < num_training <= NUM_FEATURES  # for a Fréchet distance
-    names = choose_metrics(args, trained, is_small=is_small, num_training=num_training)
-    num_samples, size = number_and_size(args, trained, is_small=is_small, num_training=num_training)
-    samples_name = "--num_samples" if args.images is None else str(args.images)
-    if args.samples_per_class is not None:
-        samples_name = f"--samples_per_class {args.samples_per_class}"
-    evaluator = Evaluator(
-        None if trained is None else trained.config,
-        names,
-        datasets,
-        class_names=trained.class_names if trained is not None and args.images is None else [],
-        prompts_of=trained.config.dataset.dataset_name if trained is not None and trained.takes_prompts else None,
-        num_samples=num_samples,
-        image_size=size,
-        decode=decode,
-        device=rank.device,
-        seed=args.seed,
-        epochs=args.epochs,
-        inception_weights=args.inception_weights,
-        reference=args.reference,
-        samples_name=samples_name,
-    )
+    evaluator = build_evaluator(args, trained, decode, rank)
     quality: Any = next((metric for metric in evaluator.metrics if isinstance(metric, Quality)), None)
     if args.save_reference is not None and quality is None:
         raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
@@ -542,7 +555,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
     if args.save_reference is not None and rank.rank == 0:
         save_reference(args.save_reference, evaluator, quality)
 
-    about = {"metrics": names, "reference": images.get("train"), "held_out": images.get("held_out")}
+    about = {"metrics": evaluator.names, "reference": images.get("train"), "held_out": images.get("held_out")}
     subjects = []
     for settings in given:
         one = trained

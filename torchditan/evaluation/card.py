@@ -377,12 +377,7 @@ def card_figures(
 
 
 def about_run(
-    run: Path,
-    config: Config,
-    content: Mapping[str, Any],
-    *,
-    weights: Literal["ema", "raw"],
-    **entries: Any,
+    run: Path, config: Config, content: Mapping[str, Any], *, weights: Literal["ema", "raw"]
 ) -> dict[str, Any]:
     """The entries of a `Card` about a checkpoint of a run.
 
@@ -390,7 +385,6 @@ def about_run(
         run: the run directory or another place of weights, as it was given.
         config: its options, with the `--sampling` and `--autoencoder` flags of this evaluation.
         content: what config.json of the run says, or the file about its weights (`TrainedModel.content`).
-        entries: further ones, which are kept.
     """
     stored = from_dict(content["config"])
     now, before = flatten(config), flatten(stored)
@@ -412,7 +406,6 @@ def about_run(
         "model": " ".join([config.model.name, config.model.flavor, *config.model.overrides]),
         "decoder": config.autoencoder.fingerprint,
         "paths": {name: now[name] for name in _PATHS if now[name] is not None and now[name] != before[name]},
-        **entries,
     }
     if is_foreign:
         return {**found, "imported": imported}

@@ -9,7 +9,6 @@ Notable:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +23,7 @@ IMAGES_PER_SPLIT = 5000
 """Of the Inception Score, as in ADM's evaluator."""
 
 
-@dataclass(frozen=True)
-class Gaussian:
+class Gaussian(NamedTuple):
     """Mean and covariance of features."""
 
     mean: Tensor
@@ -75,9 +73,7 @@ class FeatureStatistics:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        assert self.count > 1, "a covariance needs two images"
-        covariance = self.scatter / (self.count - 1)
-        return Gaussian(mean=self.mean.clone(), covariance=covariance, count=self.count)
+        return Gaussian(self.mean.clone(), self.scatter / (self.count - 1), self.count)
 
 
 def statistics_of(features: Tensor) -> FeatureStatistics:
@@ -93,16 +89,7 @@ def gaussian_of(features: Tensor) -> Gaussian:
 
 
 def require_full_rank(count: int, num_features: int, *, name: str) -> None:
-    """Refuse a covariance of N images and D features with N <= D: its Fréchet distance depends on N most of all.
-
-    Args:
-        count: N.
-        num_features: D.
-        name: what the images are called in the error.
-
-    Raises:
-        ConfigError: N <= D.
-    """
+    """Refuse a covariance of N images and D >= N features: its Fréchet distance depends on N most of all."""
     if count <= num_features:
         raise ConfigError(
             f"{name}: {count} are too few for a Fréchet distance: a covariance of {num_features} features needs "
@@ -115,13 +102,7 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 
     |m1 - m2|^2 + tr(C1) + tr(C2) - 2 tr((C1 C2)^(1/2)). With C1 = A A^T, the eigenvalues of C1 C2 are those of the
     symmetric matrix A^T C2 A, so the last trace is the sum of their square roots.
-
-    Raises:
-        ConfigError: the two have different numbers of features.
     """
-    if first.mean.shape != second.mean.shape:
-        sizes = f"{len(first.mean)} and {len(second.mean)}"
-        raise ConfigError(f"statistics of {sizes} features; both must come from the same extractor")
     factor = _factor(first.covariance)
     product = factor.T @ second.covariance.to(factor) @ factor
     eigenvalues = torch.linalg.eigvalsh((product + product.T) / 2).clamp_min(0)  # below 0 by rounding only
@@ -139,34 +120,23 @@ def _factor(covariance: Tensor) -> Tensor:
     return eigenvectors * eigenvalues.clamp_min(0).sqrt()
 
 
-class InceptionScore:
-    """exp(E KL(p(y|x) || p(y))) in splits of consecutive images (Salimans et al. 2016), from logits without bias.
+def inception_score(logits: Tensor, *, images_per_split: int = IMAGES_PER_SPLIT) -> float:
+    """Mean of exp(E KL(p(y|x) || p(y))) over splits of consecutive images (Salimans et al. 2016).
 
     A last split with fewer images counts like the others, as in ADM's evaluator.
+
+    Args:
+        logits: (N, classes), without bias.
     """
-
-    def __init__(self, num_images: int, *, num_classes: int, images_per_split: int = IMAGES_PER_SPLIT) -> None:
-        num_splits = -(-num_images // images_per_split)
-        self.images_per_split = images_per_split
-        self.counts = torch.zeros(num_splits, dtype=torch.float64)
-        self.probabilities = torch.zeros(num_splits, num_classes, dtype=torch.float64)
-        """Sum over a split's images of p(y|x)."""
-        self.negative_entropies = torch.zeros(num_splits, dtype=torch.float64)
-        """Sum over a split's images and classes of p log p."""
-
-    def update(self, logits: Tensor, indices: Tensor) -> None:
-        """Add logits (B, C) of the images whose positions in the whole set are `indices` (B,), from 0 on."""
-        log_p = logits.double().log_softmax(1).to(self.counts.device)
+    marginals, entropies = [], []
+    for split in logits.split(images_per_split):
+        log_p = split.double().log_softmax(1)
         p = log_p.exp()
-        split = indices.to(self.counts.device) // self.images_per_split
-        self.counts.index_add_(0, split, torch.ones_like(split, dtype=torch.float64))
-        self.probabilities.index_add_(0, split, p)
-        self.negative_entropies.index_add_(0, split, (p * log_p).sum(1))
-
-    def scores(self) -> Tensor:
-        """(splits,) float64; their mean is the score."""
-        marginal = self.probabilities / self.counts[:, None]
-        return (self.negative_entropies / self.counts - torch.xlogy(marginal, marginal).sum(1)).exp()
+        # A cumulative sum adds in order, the same on any number of threads.
+        marginals.append(p.cumsum(0)[-1] / len(split))
+        entropies.append((p * log_p).sum(1).cumsum(0)[-1] / len(split))
+    marginal = torch.stack(marginals)  # (splits, classes)
+    return (torch.stack(entropies) - torch.xlogy(marginal, marginal).sum(1)).exp().mean().item()
 
 
 class KernelDistance(NamedTuple):
@@ -208,9 +178,7 @@ def polynomial_mmd(first: Tensor, second: Tensor) -> float:
         first, second: (M, D) and (N, D), at least two rows each; products in their dtype, sums in float64.
     """
     m, n = len(first), len(second)
-    assert min(m, n) > 1, (m, n)
-    within_first = _kernel(first, first)
-    within_second = _kernel(second, second)
+    within_first, within_second = _kernel(first, first), _kernel(second, second)
     return (
         (within_first.sum() - within_first.trace()) / (m * (m - 1))
         + (within_second.sum() - within_second.trace()) / (n * (n - 1))

@@ -85,6 +85,7 @@ class Evaluator:
         option: str = "--metrics",
         **arguments: Any,
     ) -> None:
+        self.names = list(metrics)
         self.datasets = datasets
         self.class_names = list(class_names)
         self.prompts_of = prompts_of

@@ -52,9 +52,6 @@ def compare_with_halves(
 
     Returns:
         The halves are None if one has too few images for `K_PRECISION_RECALL` neighbours.
-
-    Raises:
-        ConfigError: fewer images than neighbours.
     """
     radii = real_radii(real) if radii is None else radii
     if len(generated) // 2 <= K_PRECISION_RECALL:
@@ -64,11 +61,7 @@ def compare_with_halves(
 
 
 def real_radii(real: Tensor) -> Tensor:
-    """Squared radii of the balls of real images (M, D): (M, 2), for `K_PRECISION_RECALL` and `K_DENSITY_COVERAGE`.
-
-    Raises:
-        ConfigError: fewer images than neighbours.
-    """
+    """Squared radii of the balls of real images (M, D): (M, 2), for `K_PRECISION_RECALL` and `K_DENSITY_COVERAGE`."""
     ks = [K_PRECISION_RECALL, K_DENSITY_COVERAGE]
     return squared_radii(real, ks, centre=real.mean(0), name="real images")
 
@@ -154,22 +147,14 @@ def squared_radii(features: Tensor, ks: list[int], *, centre: Tensor, name: str)
     """Squared distance of each row of (N, D) to its k-th nearest other row: (N, len(ks)).
 
     Args:
-        ks: from 1 on.
         centre: (D,) subtracted from the features first, so that their products are small.
-        name: what the images are called in the error.
-
-    Raises:
-        ConfigError: there are only k images, or fewer.
+        name: what the images are called if they are too few.
     """
     return _nearest_within(features, max(ks), centre=centre, name=name).sort(1).values[:, [k - 1 for k in ks]]
 
 
 def require_neighbours(count: int, k: int, *, name: str) -> None:
-    """Refuse sets without k other images.
-
-    Raises:
-        ConfigError: there are only k images, or fewer.
-    """
+    """Refuse sets without k other images."""
     if count <= k:
         raise ConfigError(f"{name}: {count} are too few; the {k} nearest neighbours need {k + 1} or more")
 

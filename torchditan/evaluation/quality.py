@@ -32,23 +32,20 @@ Notable:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation.distances import (
-    IMAGES_PER_SPLIT,
-    ROWS_AT_A_TIME,
     FeatureStatistics,
     Gaussian,
-    InceptionScore,
     frechet_distance,
     gaussian_of,
+    inception_score,
     kernel_distance,
     require_full_rank,
     statistics_of,
@@ -82,8 +79,7 @@ FEWEST_HELD_OUT = 20
 """Held-out images for an interval of the copy check: it covers the choice of samples, and not that of so few images."""
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """The images that generated ones should resemble; kept on the CPU, and compared on the extractor's device."""
 
     pool: Tensor | None
@@ -94,23 +90,8 @@ class Reference:
     """None for so few images that their covariance has no full rank."""
     spatial: Gaussian | None
 
-    @classmethod
-    def of_features(cls, pool: Tensor, spatial: Tensor | None, *, device: torch.device) -> Reference:
-        """Of features on the CPU; `pool` is kept without a copy. The rest is computed on the device."""
-        on_device = pool.to(device)
-        gaussian = spatial_gaussian = None
-        if len(pool) > pool.shape[1]:
-            gaussian = gaussian_of(on_device).to("cpu")
-            spatial_gaussian = None if spatial is None else gaussian_of(spatial.to(device)).to("cpu")
-        return cls(pool, real_radii(on_device).cpu(), gaussian, spatial_gaussian)
-
-    def to(self, device: torch.device) -> Reference:
-        return Reference(
-            pool=None if self.pool is None else self.pool.to(device),
-            radii=None if self.radii is None else self.radii.to(device),
-            gaussian=None if self.gaussian is None else self.gaussian.to(device),
-            spatial=None if self.spatial is None else self.spatial.to(device),
-        )
+    def to(self, device: torch.device | str) -> Reference:
+        return Reference(*(None if part is None else part.to(device) for part in self))
 
 
 class Quality:
@@ -128,14 +109,13 @@ class Quality:
         self.extractor = self.open_extractor(evaluation)
         self.extractors = {self.extractor.name: self.extractor.sha256}
         self._extract_real = CachedFeatures(self.extractor, evaluation.cache_folder)
-        self._file_statistics = self._read_file_statistics()
+        path = evaluation.reference
+        self._file_statistics = (None, None) if path is None else self._read_file_statistics(path)
         self._parts: dict[str, list[dict[str, Tensor]]] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
-        # Computed from real images at the first `compute`, and kept for further sampling seeds. On the CPU: during
-        # training, the model needs the memory of the device between evaluations.
-        self._reference: Reference | None = None
-        self._floor: dict[str, Figure] | None = None
-        self._held_out_distances: Tensor | None = None
+        self._of_real: dict[str, Any] = {}
+        """Computed from real images at the first `compute`, and kept for further sampling seeds. On the CPU: during
+        training, the model needs the memory of the device between evaluations."""
 
     def open_extractor(self, evaluation: Evaluation) -> Extractor:
         raise NotImplementedError
@@ -145,23 +125,15 @@ class Quality:
         return f"{figure}-{self.extractor.name}"
 
     def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
-        """Refuse an evaluation that cannot give its figures. Call it before images are drawn.
+        """Refuse too few generated, training or reference images, and a reference of another size.
 
         With too few training images for a Fréchet distance, the other figures are still computed.
-
-        Args:
-            counts: images of each source.
-            image_size: (H, W) of the generated images.
-
-        Raises:
-            ConfigError: there are too few generated, training or reference images, or the images of the reference
-                have another size.
         """
-        path, num_features = self.evaluation.reference, self.extractor.num_features
+        path, num_features, name = self.evaluation.reference, self.extractor.num_features, self.evaluation.samples_name
         if path is not None or counts["train"] > num_features:
-            require_full_rank(counts["generated"], num_features, name=self.evaluation.samples_name)
+            require_full_rank(counts["generated"], num_features, name=name)
         if path is None:
-            require_neighbours(counts["generated"], K_PRECISION_RECALL, name=self.evaluation.samples_name)
+            require_neighbours(counts["generated"], K_PRECISION_RECALL, name=name)
             require_neighbours(counts["train"], K_DENSITY_COVERAGE, name="training images")
             return
         num_images = 0
@@ -182,13 +154,12 @@ class Quality:
             ConfigError: generated and training images, which are the reference, have two sizes.
         """
         self._sizes[pictures.source] = (pictures.images.shape[2], pictures.images.shape[3])
-        if self.evaluation.reference is None and {"generated", "train"} <= self._sizes.keys():
+        has_file, is_generated = self.evaluation.reference is not None, pictures.source == "generated"
+        if not has_file and {"generated", "train"} <= self._sizes.keys():
             check_same_size(self._sizes["generated"], self._sizes["train"], name="training images")
-        is_generated = pictures.source == "generated"
         features = (self.extractor if is_generated else self._extract_real)(pictures.images)
         part = {"numbers": pictures.numbers, "pool": features.pool}
-        is_reference = pictures.source == "train" and self.evaluation.reference is None
-        if features.spatial is not None and (is_generated or is_reference):
+        if features.spatial is not None and (is_generated or (pictures.source == "train" and not has_file)):
             part["spatial"] = features.spatial
         if features.logits is not None and is_generated:
             part["logits"] = features.logits
@@ -211,7 +182,13 @@ class Quality:
 
     def _forget_real(self, source: Source) -> None:
         if source != "generated":
-            self._reference = self._floor = self._held_out_distances = None
+            self._of_real.clear()
+
+    def _kept(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives for the real images, computed once."""
+        if name not in self._of_real:
+            self._of_real[name] = compute()
+        return self._of_real[name]
 
     def reference_statistics(self) -> tuple[Gaussian, Gaussian | None]:
         """Of the pooled and of the spatial features of the training images, or of the reference file.
@@ -220,10 +197,9 @@ class Quality:
             ConfigError: there are too few images, or the file cannot be read.
         """
         with full_float32(self.extractor.device):
-            reference = self._open_reference()
+            reference = self._kept("reference", self._open_reference)
         if reference.gaussian is None:
             require_full_rank(len(self._sorted("train")["pool"]), self.extractor.num_features, name="training images")
-        assert reference.gaussian is not None
         return reference.gaussian, reference.spatial
 
     def compute(self) -> dict[str, Any]:
@@ -233,17 +209,13 @@ class Quality:
             ConfigError: there are too few images, or the reference file cannot be read.
         """
         comparisons = (
-            self._frechet,
-            self._inception_score,
-            self._kernel,
-            self._neighbours,
-            self._floor_figures,
-            self._copies,
+            *(self._frechet, self._inception_score, self._kernel),
+            *(self._neighbours, self._floor_figures, self._copies),
         )
         results: dict[str, Any] = {}
         what, total = f"comparing features of {self.extractor.name}", 1 + len(comparisons)
         with report_progress(what, total=total, unit="parts") as advance, full_float32(self.extractor.device):
-            reference = self._open_reference().to(self.extractor.device)
+            reference = self._kept("reference", self._open_reference).to(self.extractor.device)
             pool = self._pool("generated")
             advance(1)
             for compare in comparisons:
@@ -275,8 +247,7 @@ class Quality:
         return {"IS": with_halves(inception_score, in_order)}
 
     def _kernel(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
-        held_out = self._pool("held_out") if self._parts.get("held_out") else None
-        others = {"KID": reference.pool, "KID to held-out": held_out}
+        others = {"KID": reference.pool, "KID to held-out": self._pool("held_out")}
         return {
             name: with_halves(partial(kernel_mean, other), pool, smallest=2)
             for name, other in others.items()
@@ -295,24 +266,25 @@ class Quality:
 
     def _floor_figures(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
         """Distances of held-out images: Fréchet if their covariance has full rank, KID from two images on."""
-        if self._floor is None:
-            self._floor = {}
-            held_out = self._pool("held_out") if self._parts.get("held_out") else torch.empty(0, 0)
-            if len(held_out) > self.extractor.num_features and reference.gaussian is not None:
-                distance = frechet_distance(reference.gaussian, gaussian_of(held_out))
-                self._floor["held-out FD"] = Figure(distance, len(held_out))
-            if len(held_out) > 1 and reference.pool is not None:
-                self._floor["held-out KID"] = Figure(kernel_mean(reference.pool, held_out), len(held_out))
-        return self._floor
+        held_out, floor = self._pool("held_out"), {}
+        if len(held_out) > self.extractor.num_features and reference.gaussian is not None:
+            gaussian = reference.gaussian
+            distance = self._kept("held-out FD", lambda: frechet_distance(gaussian, gaussian_of(held_out)))
+            floor["held-out FD"] = Figure(distance, len(held_out))
+        if len(held_out) > 1 and reference.pool is not None:
+            train = reference.pool
+            distance = self._kept("held-out KID", lambda: kernel_mean(train, held_out))
+            floor["held-out KID"] = Figure(distance, len(held_out))
+        return floor
 
     def _copies(self, pool: Tensor, reference: Reference) -> dict[str, Any]:
         if not (self._parts.get("held_out") and self._parts.get("train")):
             return {"copies": "not computed: needs held-out images and training images"}
         training = self._pool("train")
-        if self._held_out_distances is None:
-            self._held_out_distances = nearest_distances(self._pool("held_out"), training)[0].cpu()
-        held_out = self._held_out_distances.to(self.extractor.device)
         distances, _ = nearest_distances(pool, training)
+        held_out = self._kept("distances", lambda: nearest_distances(self._pool("held_out"), training)[0].cpu()).to(
+            pool.device
+        )
         figures = {
             "copies: closer than held-out": with_halves(lambda part: share_closer(part, held_out), distances),
             "copies: closest 1%": with_halves(lambda part: share_very_close(part, held_out), distances),
@@ -325,33 +297,24 @@ class Quality:
         return {name: figure._replace(no_interval=why) for name, figure in figures.items()}
 
     def _open_reference(self) -> Reference:
-        if self._reference is None:
-            if self.evaluation.reference is None:
-                train = self._sorted("train")
-                device = self.extractor.device
-                self._reference = Reference.of_features(train["pool"], train.get("spatial"), device=device)
-            else:
-                self._reference = self._read_reference(self.evaluation.reference)
-        return self._reference
-
-    def _read_reference(self, path: Path) -> Reference:
-        """Statistics that the file has, and features of its images. One that lacks `mu_s` gives no sFD."""
-        gaussian, spatial_gaussian = self._file_statistics
-        if not has_images(path):
-            assert gaussian is not None, "see _read_file_statistics"
-            return Reference(None, None, gaussian, spatial_gaussian)
-        batches = read_images(path, batch_size=READ_AT_A_TIME)
-        features = join_features([self._extract_real(images) for images in batches])
+        """The training images, or the images and statistics of a file. One that lacks `mu_s` gives no sFD."""
+        path, (gaussian, spatial_gaussian) = self.evaluation.reference, self._file_statistics
         device = self.extractor.device
-        if gaussian is not None:
-            return Reference(features.pool, real_radii(features.pool.to(device)).cpu(), gaussian, spatial_gaussian)
-        require_full_rank(len(features.pool), self.extractor.num_features, name=str(path))
-        return Reference.of_features(features.pool, features.spatial, device=device)
-
-    def _read_file_statistics(self) -> tuple[Gaussian | None, Gaussian | None]:
-        path = self.evaluation.reference
         if path is None:
-            return None, None
+            train = self._sorted("train")
+            pool, spatial = train["pool"], train.get("spatial")
+        elif has_images(path):
+            batches = read_images(path, batch_size=READ_AT_A_TIME)
+            features = join_features([self._extract_real(images) for images in batches])
+            pool, spatial = features.pool, features.spatial
+        else:
+            return Reference(None, None, gaussian, spatial_gaussian)
+        if gaussian is None and len(pool) > pool.shape[1]:
+            gaussian = gaussian_of(pool.to(device)).to("cpu")
+            spatial_gaussian = None if spatial is None else gaussian_of(spatial.to(device)).to("cpu")
+        return Reference(pool, real_radii(pool.to(device)).cpu(), gaussian, spatial_gaussian)
+
+    def _read_file_statistics(self, path: Path) -> tuple[Gaussian | None, Gaussian | None]:
         found = read_statistics(path, extractor=self.extractor.name)
         pool, num_features = found[0], self.extractor.num_features
         if pool is None and not has_images(path):
@@ -361,8 +324,8 @@ class Quality:
         return found
 
     def _pool(self, source: Source) -> Tensor:
-        """Sorted pooled features (N, D) of a source, on the device."""
-        return self._sorted(source)["pool"].to(self.extractor.device)
+        """Sorted pooled features (N, D) of a source, on the device; N is 0 without images."""
+        return self._sorted(source).get("pool", torch.empty(0, 0)).to(self.extractor.device)
 
     def _sorted(self, source: Source) -> dict[str, Tensor]:
         """The data of a source in the order of labels, then numbers; kept in this order from then on."""
@@ -376,7 +339,10 @@ class Quality:
             labels = torch.cat([part["labels"] for part in parts])
             order = order[labels[order].argsort(stable=True)]
         if len(parts) > 1 or not torch.equal(order, torch.arange(len(order))):
-            self._parts[source] = [sort_rows(parts, order)]
+            # Name by name, and without the parts: two copies of all features may not fit.
+            self._parts[source] = [
+                {name: torch.cat([part.pop(name) for part in parts])[order] for name in list(parts[0])}
+            ]
         return self._parts[source][0]
 
 
@@ -397,22 +363,6 @@ class InceptionQuality(Quality):
         return figure.replace("FD", "FID")
 
 
-def sort_rows(parts: list[dict[str, Tensor]], order: Tensor) -> dict[str, Tensor]:
-    """Join parts (rows, ...) by name, row i being row `order[i]` of them all. Empties the parts, to save memory."""
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    whole = {}
-    for name in list(parts[0]):
-        first = parts[0][name]
-        whole[name] = first.new_empty((len(order), *first.shape[1:]))
-        start = 0
-        for part in parts:
-            rows = part.pop(name)
-            whole[name][places[start : start + len(rows)]] = rows
-            start += len(rows)
-    return whole
-
-
 def with_halves(measure: Callable[[Tensor], float], rows: Tensor, *, smallest: int = 1) -> Figure:
     """`measure` of all rows, and of every second one from the first and from the second on.
 
@@ -425,27 +375,16 @@ def with_halves(measure: Callable[[Tensor], float], rows: Tensor, *, smallest: i
 
 def frechet_figure(features: Tensor, reference: Gaussian) -> Figure:
     """Of features (N, D), N > D; the covariance of a half needs N / 2 > D."""
-    num_features = features.shape[1]
     even, odd = statistics_of(features[0::2]), statistics_of(features[1::2])
-    whole = FeatureStatistics(num_features, features.device)
+    whole = FeatureStatistics(features.shape[1], features.device)
     for half in (even, odd):
         whole.merge(half)
-
-    def distance(statistics: FeatureStatistics) -> float:
-        return frechet_distance(reference, statistics.gaussian())
-
-    halves = (distance(even), distance(odd)) if odd.count > num_features else None
-    return Figure(distance(whole), len(features), halves)
+    found = frechet_distance(reference, whole.gaussian())
+    if odd.count <= features.shape[1]:
+        return Figure(found, len(features))
+    halves = (frechet_distance(reference, even.gaussian()), frechet_distance(reference, odd.gaussian()))
+    return Figure(found, len(features), halves)
 
 
 def kernel_mean(reference: Tensor, features: Tensor) -> float:
     return kernel_distance(features, reference).mean
-
-
-def inception_score(logits: Tensor, *, images_per_split: int = IMAGES_PER_SPLIT) -> float:
-    """Mean over splits of consecutive images, from logits (N, classes)."""
-    score = InceptionScore(len(logits), num_classes=logits.shape[1], images_per_split=images_per_split)
-    places = torch.arange(len(logits))
-    for rows, indices in zip(logits.split(ROWS_AT_A_TIME), places.split(ROWS_AT_A_TIME), strict=True):
-        score.update(rows, indices)
-    return score.scores().mean().item()
