@@ -127,9 +127,9 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
             if kind_of(suffix) in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
                 pictures += _pictures_of(shard, suffix, members)
             else:
-                stems = (f"{shard.place.name}/{shard.keys[key]}" for key in members.keys)
+                keys = (f"{shard.place.name}/{shard.keys[key]}" for key in members.keys)
                 is_image = kind_of(suffix) in HOW_TO_READ
-                others += [f"{stem}{suffix}" for stem in stems if is_image or stem not in found]
+                others += [f"{stem}{suffix}" for stem in keys if is_image or stem not in found]
     if skipped and config.corrupt_images == "error":
         right = "; repair or remove such shards, or read what they have with --dataset.corrupt_images skip"
         raise refusal(f"{some(skipped)}{right}")

@@ -27,10 +27,9 @@ from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CaptionedPixels, CorruptImageError, ImageDataset
 from torchditan.datasets.caption_entries import Entry, File, Frames, read_bytes
 from torchditan.datasets.captions import CaptionedImages
-from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.folder import ImageFolder
 from torchditan.datasets.hub import HubImages
-from torchditan.datasets.images import corrupt_image, open_picture
+from torchditan.datasets.images import UnreadableError, corrupt_image, open_picture
 from torchditan.datasets.webdataset import CLASSES_FILE, TarImages
 from torchditan.randomness import generator
 from torchditan.run.atomic_files import atomic_writer, write_file
@@ -179,13 +178,18 @@ def _caption_of(entry: Entry) -> dict[str, bytes]:
 
 
 def _suffix_of(data: bytes, *, where: str) -> str:
-    """The suffix of an image, from its content."""
-    source = io.BytesIO(data)
-    damage = damage_in(source, start=data[:12], end=data[-12:], size=len(data))
-    if damage is not None:
-        raise corrupt_image(where, damage)
-    with open_picture(source) as picture:
-        kind = str(picture.image.format).lower()
+    """The suffix of an image, from its content, which is decoded once: training would refuse what is damaged inside.
+
+    Raises:
+        CorruptImageError: it cannot be read.
+    """
+    try:
+        with open_picture(data) as picture:
+            kind = str(picture.image.format).lower()
+            picture.image.draft(None, (1, 1))  # a JPEG, at an eighth of its size
+            picture.decode(channels=3).load()
+    except UnreadableError as error:
+        raise corrupt_image(where, str(error)) from error
     return {"jpeg": ".jpg", "heif": ".heic"}.get(kind, f".{kind}")
 
 

@@ -119,6 +119,18 @@ def test_an_error_leaves_no_part_of_a_shard(run_script: RunScript) -> None:
     assert len(members_of(Path("out/train"))) + len(members_of(Path("out/validation"))) == len(contents) - 1
 
 
+def test_an_image_that_is_damaged_inside_is_left_out_as_in_training(run_script: RunScript) -> None:
+    contents = write_images(Path("photos"), suffix=".png")
+    name = sorted(contents)[0]
+    pixels = contents[name].index(b"IDAT") + 4
+    Path("photos", name).write_bytes(contents[name][:pixels] + bytes(20) + contents[name][pixels + 20 :])
+    outcome = run_script("torchditan", "pack", "out", *FOLDER)
+    assert outcome.code == 2
+    assert_refused(outcome.err, f"photos/{name}", ["--dataset.corrupt_images"])
+    outcome = pack(run_script, *FOLDER, "--dataset.corrupt_images=skip")
+    assert f"warning: 1 left out: photos/{name} (" in outcome.err
+
+
 def test_several_captions_and_their_weights_survive(run_script: RunScript) -> None:
     write_images(Path("photos"), 3, suffix=".png")
     rows = [
