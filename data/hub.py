@@ -10,8 +10,10 @@ Notable:
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +24,7 @@ from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.datasets.images import Crop, corrupt_image, load_sample
-from torchditan.datasets.splits import PARTS, Part, describe_parts, part_of, part_of_file
+from torchditan.datasets.splits import PARTS, Division, Part, describe_parts, part_of, part_of_file
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,10 +42,13 @@ class HubRows:
     reading: Sequence[str]
 
     def encoded(self, row: dict[str, Any], *, where: str) -> bytes:
-        image = row[self.image_key]  # {"bytes", "path"}, undecoded
-        if image is None or image["bytes"] is None:
+        image = row[self.image_key]  # {"bytes", "path"}, undecoded; of a folder of images only the path
+        if image is None or (image["bytes"] is None and not image["path"]):
             raise corrupt_image(where, "no data")
-        return bytes(image["bytes"])
+        if image["bytes"] is not None:
+            return bytes(image["bytes"])
+        with importlib.import_module("fsspec").open(image["path"], "rb") as file:
+            return bytes(file.read())
 
     def to_item(self, row: dict[str, Any], *, where: str, number: int = 0) -> dict[str, Any]:
         data, path = self.encoded(row, where=where), row[self.image_key]["path"]
@@ -227,7 +232,25 @@ def find_splits(hub_name: str) -> dict[Part, list[str]]:
         found[part if not found[part] else "beside"].append(name)
     if not found["train"]:
         raise option_error("dataset.hub_name", hub_name, f"has no train split; its splits are {', '.join(names)}")
+    if mixed := _files_of_other_parts(hub_name, found["train"][0]):
+        right = (
+            f"its split {found['train'][0]} has {mixed[0]}, because `datasets` reads lower-case names of splits only"
+        )
+        raise option_error("dataset.hub_name", hub_name, f"{right}; rename the folders, or read them as root_dir")
     return found
+
+
+def _files_of_other_parts(hub_name: str, split: str) -> list[str]:
+    """Files of a split in folders that are named after another one: `Test/cat/0.png` next to `Train/`."""
+    files = [
+        PurePath(name) for name in (_on_hub(hub_name, "load_dataset_builder").config.data_files or {}).get(split, [])
+    ]
+    if len(files) < 2:
+        return []
+    root = os.path.commonpath(files)
+    inside = [file.relative_to(root) for file in files]
+    division = Division((file.parent.parts for file in inside), has_classes=True)
+    return [str(file) for file in inside if division.place(file.parent.parts)[0] != "train"]
 
 
 def load_rows(hub_name: str, name: str, *, streaming: bool) -> Any:

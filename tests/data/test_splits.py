@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -179,6 +180,19 @@ def test_splits_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [greys(dataset) for dataset in found] == [[0, 1], [10]]
     for unread in ("test", "train_small"):
         assert any(unread in line and "not read" in line for line in found[0].reading), unread
+
+
+def test_folders_of_images_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` takes `Train/` and `Test/` for one split."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write(tmp_path / "lower", {"train/a/0.png": picture(0), "train/b/1.png": picture(1), "test/a/9.png": picture(9)})
+    config = Dataset(dataset_name="imagenet_hub", hub_name=str(tmp_path / "lower"), image_size=[4])
+    dataset = build_dataset(config, split="train")
+    assert greys(dataset) == [0, 1] and dataset.class_names == ["a", "b"]
+    write(tmp_path / "upper", {"Train/a/0.png": picture(0), "Test/a/9.png": picture(9)})
+    with refused("dataset.hub_name", "Test/a/9.png"):
+        build_dataset(dataclasses.replace(config, hub_name=str(tmp_path / "upper")), split="train")
 
 
 CAPTIONED = pictures("0.png", "1.png", captions=True)
