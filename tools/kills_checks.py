@@ -194,7 +194,7 @@ def debris(run: Path) -> list[str]:
     """Files and folders that a finished run should not hold."""
     from torchditan.checkpoint.manager import list_checkpoints
 
-    patterns = ("*.partial", "*.deleted", "*.replaced")
+    patterns = ("*.partial", "*.deleted")
     found = {path.relative_to(run).as_posix() for pattern in patterns for path in run.rglob(pattern)}
     checkpoints = list_checkpoints(run / "checkpoint")
     strangers = names_in(run / "checkpoint") - {path.name for path in checkpoints}

@@ -43,7 +43,7 @@ INDEX = ".metadata"
 _NAME = re.compile(r"step-(\d{8})")
 _FINAL_WEIGHTS = re.compile(r"step-\d{8}\.safetensors")
 _UNFINISHED = re.compile(r"step-\d{8}\.partial")
-_DISCARDED = re.compile(r"step-\d{8}\.(replaced|deleted)")
+_DISCARDED = re.compile(r"step-\d{8}\.deleted")
 
 _TYPES_OF_INDEX = {
     "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"},
@@ -142,9 +142,7 @@ def publish(partial: Path, target: Path) -> None:
     """
     sync_folder(partial)
     if target.exists():  # damaged, or written before a rollback
-        replaced = target.with_suffix(".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(target, replaced)
+        discard(target)
     os.replace(partial, target)
     sync_folder(target.parent)
 

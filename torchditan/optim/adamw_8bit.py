@@ -36,7 +36,7 @@ def _state_bytes_of_8_bits(shape: tuple[int, ...]) -> int:
 def _sharded_adamw_8bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     optim: Any = import_optional("torchao.optim", extra="float8")
 
-    class ShardedAdamW8bit(optim.AdamW8bit):  # type: ignore[misc, name-defined]
+    class ShardedAdamW8bit(optim.AdamW8bit):
         def step(self, closure: Any = None) -> Any:
             # AOTAutograd's disk cache uses the global shape of a sharded parameter as its key. Ranks with shards of
             # different sizes would load each other's graphs. Inductor's own cache uses local shapes.

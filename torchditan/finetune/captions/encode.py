@@ -55,6 +55,8 @@ class TextEncoder:
     """Default of `model.text_blocks`. Embeddings of single words, which do not depend on the others, need some."""
     is_lookup: ClassVar[bool] = False
     """Whether encoding takes no longer than reading the cache. Captions without end need that (`Lookup`)."""
+    is_for_own_models: ClassVar[bool] = False
+    """Whether published models, which read the embeddings of their own pipeline, refuse it."""
 
     @classmethod
     def find(cls, config: Config, *, memory: Path) -> TextEncoder:
@@ -253,10 +255,10 @@ def silence_libraries(*names: str) -> None:
 
 
 def find_text_encoder(config: Config, *, memory: Path) -> TextEncoder:
-    """The encoder of `text_encoder.name`. A published model reads the embeddings of its own pipeline."""
+    """The encoder of `text_encoder.name`."""
     option, text = "text_encoder.name", config.text_encoder.name
     kind, options = resolve(TEXT_ENCODERS, option, text)
-    if config.model.name in FAMILIES and not issubclass(kind, AutomaticEncoder | PipelineEncoders):
+    if config.model.name in FAMILIES and kind.is_for_own_models:
         right = f"{config.model.name} reads the embeddings of its own pipeline; must be pipeline or auto"
         raise option_error(option, text, right)
     encoder: TextEncoder = build(kind.find, option, text, config, memory=memory, **options)

@@ -42,6 +42,8 @@ class SingleEncoder(TextEncoder):
         memory: folder in which checksums of large files are remembered.
     """
 
+    is_for_own_models = True
+
     def __init__(self, folder: Path, *, max_length: int | None, dtype: torch.dtype, memory: Path) -> None:
         self.folder = folder
         self.max_length = max_length

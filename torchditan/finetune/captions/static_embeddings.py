@@ -42,6 +42,7 @@ class StaticEmbeddings(TextEncoder):
 
     text_blocks = 2
     is_lookup = True
+    is_for_own_models = True
 
     def __init__(self, folder: Path, *, max_length: int, dtype: torch.dtype) -> None:
         self.folder = folder
