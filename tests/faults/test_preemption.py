@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ from torchditan.checkpoint.loading import read_state
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import exit_status as verdict
+from torchditan.supervision import preemption
 from torchditan.supervision.exit_status import Interrupted, run_job
+from torchditan.supervision.preemption import StopRequest
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -180,6 +183,23 @@ def test_a_second_signal_ends_a_rank_at_once_whatever_it_is_in(hang: str, tmp_pa
     _, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 5
     assert (process.returncode, errors) == (75, "SIGINT again: exiting immediately\n")
+
+
+def test_the_thread_that_reads_signals_keeps_no_trainer_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process groups would end while the interpreter shuts down, which aborts the process."""
+
+    class Trainer:
+        def describe_data(self) -> str:
+            return ""
+
+    monkeypatch.setattr(preemption, "_BEAT_S", 0.01)
+    with StopRequest() as request:
+        trainer = Trainer()
+        is_alive = weakref.ref(trainer)
+        with request.waiting_for_data(trainer.describe_data):
+            time.sleep(0.2)
+        del trainer
+        assert is_alive() is None
 
 
 WITHOUT_DATA = """

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +72,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if config is not None:
         content |= {key: None for key, kind in _KINDS.items() if not isinstance(content.get(key, kind()), kind)}
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
-        step = re.fullmatch(r"step-0*(\d+)", Path(path).name)
-        run = Path(path).parent.parent
-        if step and (run / "config.json").is_file():
-            raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
-        if step or (Path(path) / "manifest.json").is_file():
-            missing = f"{path} is a checkpoint without its run, whose config.json is missing two folders above"
-            named, rename = (path, "") if step else ("step-00000100", "rename it to step-00000100 (its own step) and ")
-            export = f"torchditan export {named} OUT.safetensors"
-            raise ConfigError(f"{missing}; copy the whole run, or {rename}write one file with {export}")
-        raise ConfigError(f"{file} does not belong to a run: it contains no configuration")
+        is_checkpoint = (Path(path) / "manifest.json").is_file()
+        hint = "; a checkpoint needs its name, such as step-00000100" if is_checkpoint else ""
+        raise ConfigError(f"{file} does not belong to a run: it contains no configuration{hint}")
     return content
 
 

@@ -52,6 +52,7 @@ class StopRequest:
         """Called with the reason before a signal ends this rank without an agreement."""
         self._received_at = 0.0
         self._wait: tuple[float, Callable[[], str]] | None = None  # since when this rank waits for data, and for which
+        self._reported_wait = 0.0  # since when
         self._restoring = ExitStack()
 
     def __enter__(self) -> StopRequest:
@@ -76,7 +77,6 @@ class StopRequest:
 
     def _watch(self, pipe: int) -> None:
         """Runs in a separate thread; reads one byte for each signal that Python handles."""
-        reported = None
         while True:
             if select.select([pipe], [], [], _BEAT_S)[0]:
                 numbers = os.read(pipe, 1)
@@ -84,14 +84,19 @@ class StopRequest:
                     break
                 if numbers[0] in SIGNALS:
                     self._receive(signal.Signals(numbers[0]))
-            if (wait := self._wait) is not None:
-                (since, describe), now = wait, time.monotonic()
-                if now - since > _LONG_WAIT_S and wait is not reported:
-                    reported = wait
-                    print(f"no data for {now - since:.0f} s: {describe()}", file=sys.stderr, flush=True)
-                if self.signal is not None and now - max(since, self._received_at) > _PATIENCE_S:
-                    self._end(f"stopped by {self.signal.name}, without data for {now - since:.0f} s: {describe()}")
+            self._check_wait()
         os.close(pipe)
+
+    def _check_wait(self) -> None:
+        """A function of its own: `describe` belongs to the trainer, which this thread must not keep alive."""
+        if (wait := self._wait) is None:
+            return
+        (since, describe), now = wait, time.monotonic()
+        if now - since > _LONG_WAIT_S and since != self._reported_wait:
+            self._reported_wait = since
+            print(f"no data for {now - since:.0f} s: {describe()}", file=sys.stderr, flush=True)
+        if self.signal is not None and now - max(since, self._received_at) > _PATIENCE_S:
+            self._end(f"stopped by {self.signal.name}, without data for {now - since:.0f} s: {describe()}")
 
     @contextmanager
     def waiting_for_data(self, describe: Callable[[], str]) -> Iterator[None]:
