@@ -331,7 +331,7 @@ def test_slurm_gets_a_job_per_run_with_its_devices_and_a_lost_job_is_an_error(
 
 def test_the_launcher_of_the_documentation_makes_two_runs_at_a_time(run_here: RunHere, tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8").partition("## A launcher")[2]
-    (code,) = re.findall(r"```python\n(.*?)```", page.partition("\n## ")[0], flags=re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(code.replace("ProcessPoolExecutor", "ThreadPoolExecutor"), names)  # sees what the fixtures replaced
     launcher = names["TwoAtATime"](tmp_path, parameters={}, max_parallel=16)

@@ -135,7 +135,7 @@ def saved_bytes(config: DiTConfig, *, degree: int) -> int:
             saved[storage._cdata] = storage
         return tensor
 
-    with DeviceKernels("cuda", is_own=True), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with DeviceKernels("default", is_own=True), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(x_t, t, cond).square().mean()
     del loss
     return sum(storage.nbytes() for storage in saved.values())

@@ -279,7 +279,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     ("ablation run grid.toml", "grid.toml", ["repeats?"]),
-    ("ablation run debug --memory_limit_gib nan", "memory_limit_gib = NaN", ["0", "number"]),
+    ("ablation run debug --memory_limit_gib nan", "memory_limit_gib = NaN", ["number"]),
     ("ablation show grids/list", "grids/list", ["grid.json"]),
     ("ablation run", "", ["grid"]),
     ("plan nowhere.toml --device h100", "dataset.num_classes = none", ["folder"]),

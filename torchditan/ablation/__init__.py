@@ -3,5 +3,5 @@
 
 autotune.py searches the batch size of one run.
 
-May import: config, diffusion, distributed, finetune, planner, run, supervision.
+May import: config, diffusion, distributed, finetune, planner, registry, run, supervision.
 """

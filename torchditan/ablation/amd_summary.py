@@ -74,15 +74,7 @@ def write_amd_summary(grid: Grid, folder: Path) -> Path:
 def summary_row(
     run_id: int, run_name: str, row: Row | None, records: Sequence[Mapping[str, Any]], *, git_user: str | None
 ) -> Row:
-    """One line of the summary.
-
-    Args:
-        run_id: number of the run in the grid, from 1.
-        run_name: its name in the ledger.
-        row: its row of the ledger; None if it was not made yet.
-        records: its metrics.jsonl.
-        git_user: user who runs the grid.
-    """
+    """One line of the summary, from the row of the ledger (None: not made yet) and the lines of metrics.jsonl."""
     if row is None or row["status"] == "skipped":
         was_larger = row is not None and SKIPPED_AFTER_OOM in (row["reason"] or "")
         return {"run_id": run_id, "run_name": run_name, "status": "oom-skipped" if was_larger else "not_run"}
@@ -113,13 +105,7 @@ def summary_row(
 
 
 def settings_of(run: Run, row: Row | None, folder: Path) -> Row:
-    """The settings of a run in AMD's terms. Nested settings are one column each, as a Python dictionary.
-
-    Args:
-        run: a run of the grid.
-        row: its row of the ledger; None if it was not made yet.
-        folder: that of the grid.
-    """
+    """The settings of a run of the grid in `folder`, in AMD's terms. Nested ones are Python dictionaries."""
     config, checkpointing = run.config, run.config.activation_checkpoint
     replicate, shard = parallel_degrees(run.axes[PARALLEL])
     use_cpu = None if row is None else row["device_type"] == "cpu"

@@ -86,14 +86,9 @@ class Trial:
 def search(
     run_trial: Callable[[int], Trial], *, candidates: Sequence[int], goal: str, memory_margin: float, guess: int | None
 ) -> Trial | None:
-    """Search for the best batch size: its trial, or None if no candidate fits.
+    """The trial of the best of the ascending `candidates`; None if none fits. `guess` is the planner's estimate.
 
-    Args:
-        run_trial: makes a trial of a batch size; called at most once for each.
-        candidates: batch sizes allowed, ascending.
-        goal: largest or fastest. fastest also tries halves of the largest as long as they are about as fast.
-        memory_margin: share of the memory that stays free.
-        guess: the planner's estimate of the largest; None without an estimate.
+    The goal is largest, or fastest: that also tries halves of the largest as long as they are about as fast.
     """
     trials: dict[int, Trial] = {}
 
@@ -195,16 +190,7 @@ def find_batch_size(
 ) -> int:
     """Find the batch size for a `config` with "auto" on this machine.
 
-    Args:
-        config: the job; `[autotune]` sets the goal.
-        device: of this machine.
-        num_devices: ranks of the job.
-        folder: trials run in `<folder>/<experiment_name>_bs16` and so on.
-        store: file of trials, read and added to.
-        program: of a rank, as in `Job`.
-        timeout_s: time limit of one trial.
-        on_tick: called repeatedly while a trial runs.
-        on_trial: called after each new trial, not for stored ones.
+    Trials run in `<folder>/<experiment_name>_bs16` and so on. `on_trial` is called after each new one.
 
     Raises:
         NothingFits: even the smallest batch does not fit.

@@ -54,7 +54,7 @@ class Steps(NamedTuple):
 
     def last(self, key: str) -> list[float]:
         """The values of the window; [] if a step lacks it."""
-        values = [record.get(key) for record in self.records[-self.window :]]
+        values: list[Any] = [record.get(key) for record in self.records[-self.window :]]
         return [] if None in values else values
 
     def mean(self, key: str) -> float | None:

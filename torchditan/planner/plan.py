@@ -38,7 +38,7 @@ from torchditan.planner.batch_size import allowed_batch_sizes, largest_that_fits
 from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.planner.step_bound import StepBound, step_bound
-from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks
+from torchditan.planner.trace import Checkpointing, StepTrace, trace_blocks
 from torchditan.registry import FAMILIES, TEXT_ENCODERS, registered
 
 GIB = 1024**3
@@ -184,7 +184,7 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
         ConfigError: the device is unknown, the settings are inconsistent, or neither the configuration nor the dataset
             defines a required option.
     """
-    known = _known(device)
+    known = None if device in (None, "cpu") else device_named(str(device))
     config = _with_precision(config, known)
     if config.training.batch_size == "auto":
         if known is None:
@@ -192,7 +192,8 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
             raise option_error("training.batch_size", "auto", right)
         batch_size = max(batch_multiple(config.diffusion), largest_batch(config, known.name, num_devices))
         config = config.replace({"training.batch_size": batch_size})
-    return _plan(_resolve(config, num_devices), known, _kernels(device, config), num_devices)
+    kernels = "cpu" if device == "cpu" else config.training.attention_backend
+    return _plan(_resolve(config, num_devices), known, kernels, num_devices)
 
 
 def largest_batch(config: Config, device: str, num_devices: int) -> int:
@@ -203,14 +204,12 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     Raises:
         ConfigError: see `plan_run`.
     """
-    known = _known(device)
-    if known is None:
-        raise option_error("--device", device, "has no known memory size; name an accelerator")
+    known = device_named(device)
     config = _with_precision(config, known)
     total = config.training.global_batch_size
     resolved = _resolve(config.replace({"training.batch_size": batch_multiple(config.diffusion)}), num_devices)
     base = resolved.replace({"training.global_batch_size": total})
-    kernels = _kernels(device, config)
+    kernels = config.training.attention_backend
 
     def fits(batch_size: int) -> bool:
         return bool(_plan(base.replace({"training.batch_size": batch_size}), known, kernels, num_devices).fits)
@@ -220,28 +219,10 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     return largest_that_fits(fits, sizes, guess=total) or 0
 
 
-def _known(device: str | None) -> Device | None:
-    return None if device in (None, "cpu") else device_named(str(device))
-
-
 def _with_precision(config: Config, device: Device | None) -> Config:
     """Replace each precision of "auto" by that of the device. Without one it is this machine's CPU."""
     precision = "bfloat16" if device is not None else precision_for(torch.device("cpu"))
     return config.replace(dict.fromkeys(automatic(config), precision))
-
-
-def _kernels(device: str | None, config: Config) -> Kernels:
-    """Those of the attention backend that the run sets."""
-    if device == "cpu":
-        return "cpu"
-    of_backend: dict[str, Kernels] = {
-        "default": "cuda",
-        "cudnn": "cuda_cudnn",
-        "flash": "cuda",
-        "efficient": "cuda_efficient",
-        "math": "cuda_math",
-    }
-    return of_backend[config.training.attention_backend]
 
 
 def _resolve(config: Config, num_devices: int) -> Config:
@@ -302,7 +283,7 @@ def _resolve_latents(config: Config) -> Config:
     return config.fill_in({"model.input_channels": latent_channels(config.model), "dataset.num_classes": 0})
 
 
-def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:
+def _plan(config: Config, device: Device | None, kernels: str, num_devices: int) -> Plan:
     """The plan of a resolved configuration."""
     training = config.training
     dims = ParallelDims.resolve(training, world_size=num_devices)
@@ -347,9 +328,9 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
 class TracedModel:
     """Data that all plans of one model share: its parameters, FLOPs and traces."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, diffusion: Diffusion) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: str, diffusion: Diffusion) -> None:
         self.dtype = dtype
-        self.kernels: Kernels = kernels
+        self.kernels = kernels
         self.diffusion = diffusion
         self.objective = build_objective(diffusion, spec)
         self.spec = spec.with_heads(self.objective.heads)
@@ -359,7 +340,7 @@ class TracedModel:
         self._traces: dict[tuple[Checkpointing, int], list[StepTrace]] = {}
 
     @classmethod
-    def of(cls, config: Config, kernels: Kernels) -> TracedModel:
+    def of(cls, config: Config, kernels: str) -> TracedModel:
         size = config.dataset.image_size or [0]
         frames = [] if config.dataset.num_frames is None else [config.dataset.num_frames]
         sample_shape = (config.model.input_channels or 0, *frames, size[0], size[-1])
@@ -413,7 +394,7 @@ class TracedModel:
 
 @functools.lru_cache(maxsize=64)
 def _traced_model(
-    sections: str, sample_shape: tuple[int, ...], num_classes: int, dtype: torch.dtype, kernels: Kernels
+    sections: str, sample_shape: tuple[int, ...], num_classes: int, dtype: torch.dtype, kernels: str
 ) -> TracedModel:
     from torchditan.config.loader import from_dict
 

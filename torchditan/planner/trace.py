@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,8 +38,6 @@ from torchditan.models.dit import DiT
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
 
-Kernels = Literal["cpu", "cuda", "cuda_cudnn", "cuda_efficient", "cuda_math"]
-"""Those of a CPU, or of a GPU with flash attention (cuda), cuDNN's, ... (`training.attention_backend`)."""
 Checkpointing = Literal["none", "full", "op"]
 """Tensors that a block keeps for backward: all (none), its inputs (full), or outputs of products and attention (op)."""
 
@@ -90,7 +87,7 @@ def trace_blocks(
     *,
     dtype: torch.dtype,
     checkpointing: Checkpointing,
-    kernels: Kernels,
+    kernels: str,
     diffusion: Diffusion = _DIFFUSION,
     context: int = 1,
 ) -> list[StepTrace]:
@@ -102,7 +99,7 @@ def trace_blocks(
         spec: the model, with the heads of the objective.
         dtype: dtype of the gathered parameters in forward and backward.
         checkpointing: activation checkpointing of the blocks.
-        kernels: device whose kernels attention and norms use.
+        kernels: those of attention and norms: cpu, or on a GPU a value of `training.attention_backend`.
         diffusion: the objective and its options. Label dropout above 0 masks the labels.
         context: ranks that share the tokens of a sample. The trace is that of the first.
 
@@ -190,7 +187,7 @@ def _record(
     batch_size: int,
     *,
     checkpointing: Checkpointing,
-    kernels: Kernels,
+    kernels: str,
     objective: Objective,
 ) -> StepRecorder:
     batch, randomness = example_batch(spec, objective, batch_size)
@@ -202,7 +199,8 @@ def _record(
     inputs = [*model.parameters(), *model.buffers(), *batch.values()]
     recorder = StepRecorder(ignored=[*inputs, *randomness.values()])
     model.register_forward_hook(lambda *_: recorder.mark("loss"))
-    with recorder, replacing(), _marked(blocks, recorder):
+    _mark_blocks(blocks, recorder)
+    with recorder, replacing():
         recorder.mark("start")
         losses, _ = split(objective.loss(model, batch, randomness))
         loss = losses.sum() / batch_size
@@ -211,8 +209,7 @@ def _record(
     return recorder
 
 
-@contextmanager
-def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
+def _mark_blocks(blocks: nn.ModuleList, recorder: StepRecorder) -> None:
     """Mark the start and end of each block, and drop there the weight gradients that FSDP reduces."""
     last = len(blocks) - 1
 
@@ -240,30 +237,20 @@ def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
             parameter.grad = None
         recorder.mark(label)
 
-    handles = []
     for i, block in enumerate(blocks):
-        handles.append(
-            block.register_forward_pre_hook(
-                lambda _module, args, kwargs, i=i: before(i, (args, kwargs)), with_kwargs=True
-            )
-        )
-        handles.append(block.register_forward_hook(lambda _module, _args, output, i=i: after(i, output)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        block.register_forward_pre_hook(lambda _module, args, kwargs, i=i: before(i, (args, kwargs)), with_kwargs=True)
+        block.register_forward_hook(lambda _module, _args, output, i=i: after(i, output))
 
 
 class DeviceKernels(TorchFunctionMode):
     """Replaces attention and norms by the kernels of a device, which save other tensors for the backward pass.
 
     Args:
-        kernels: of this device.
+        kernels: as in `trace_blocks`.
         is_own: the model attends by `models.attention`. Others, as those of diffusers, call torch's function.
     """
 
-    def __init__(self, kernels: Kernels, *, is_own: bool) -> None:
+    def __init__(self, kernels: str, *, is_own: bool) -> None:
         super().__init__()
         self.kernels = kernels
         self.is_own = is_own
@@ -274,7 +261,7 @@ class DeviceKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and forward_ad.unpack_dual(args[0]).tangent is not None:
             return func(*args, **kwargs)  # a forward derivative, for which the kernels have none
-        if func is F.scaled_dot_product_attention and self.kernels != "cuda_math":  # the meta device decomposes that
+        if func is F.scaled_dot_product_attention and self.kernels != "math":  # the meta device decomposes that
             return self._attention(*args, **kwargs)
         if func is F.rms_norm and self.kernels != "cpu":
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
@@ -296,10 +283,10 @@ class DeviceKernels(TorchFunctionMode):
             bias = _attention_bias(query, key, attn_mask)
             return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)[0]
         is_half = query.dtype != torch.float32
-        if self.kernels == "cuda" and is_half and attn_mask is None:
+        if self.kernels in ("default", "flash") and is_half and attn_mask is None:
             return aten._scaled_dot_product_flash_attention(query, key, value)[0]
         bias = _attention_bias(query, key, attn_mask)
-        if self.kernels == "cuda_cudnn" and is_half:
+        if self.kernels == "cudnn" and is_half:
             return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True)[0]
         return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
 
