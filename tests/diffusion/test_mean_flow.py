@@ -262,7 +262,7 @@ def test_guidance_as_a_condition_takes_no_second_evaluation() -> None:
         diffusion, spec = spec_of(name)
         objective = build_objective(diffusion, spec)
         sampling = Sampling(num_steps=2, guidance_scale=4.0, guidance_interval=[0.1, 0.8])
-        evaluations[name] = Sampler(spec, objective, sampling, torch.device("cpu")).evaluations_per_sample()
+        evaluations[name] = Sampler(spec, objective, torch.device("cpu")).evaluations_per_sample(sampling)
 
         def predict(x: torch.Tensor, t: float, name: str = name, **scalars: float) -> torch.Tensor:
             given[name] = scalars

@@ -29,9 +29,10 @@ from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.card import read_card
-from torchditan.evaluation.evaluator import Evaluator, RealImages
+from torchditan.evaluation.drawing import SampleRows
+from torchditan.evaluation.evaluator import Evaluator
 from torchditan.evaluation.grid_picture import read_cells
-from torchditan.evaluation.metric import Evaluation, MetricOfAllPictures
+from torchditan.evaluation.metric import MetricOfAllPictures
 from torchditan.finetune.captions.dataset import CachedCaptions, encode_prompts, open_captions
 from torchditan.finetune.captions.encode import find_text_encoder
 from torchditan.finetune.captions.tokens import describe_tokens
@@ -329,10 +330,16 @@ def test_prompts_of_an_evaluation_are_all_captions_before_one_occurs_again(tmp_p
     captions = {f"{i}.png": {"text": f"ball {i}"} for i in range(4)}
     config = load_config([*flags_for(write(tmp_path / "data", captions)), "--dataset.held_out=0"])
     dataset = build_dataset(config.dataset, split="train", input_channels=3)
-    real = RealImages({"train": dataset}, to_pixels=lambda samples: samples, has_labels=False)
-    sizes: dict[str, Any] = {"num_samples": 6, "image_size": (8, 8), "without_labels": "no"}
-    evaluation = Evaluation(class_names=[], seed=0)
-    evaluator = Evaluator([f"{__name__}:Means"], evaluation, real, prompts_of="captions", **sizes)
-    prompts = evaluator.prompts([], num_samples=6)
+    given: dict[str, Any] = {"num_samples": 6, "image_size": (8, 8), "class_names": [], "seed": 0}
+    given |= {"decode": lambda samples: samples, "device": ALONE.device}
+    evaluator = Evaluator(None, [f"{__name__}:Means"], {"train": dataset}, prompts_of="captions", **given)
+
+    def prompts_of(*own: str) -> list[str]:
+        encode = lambda texts: SampleRows(texts, list(range(len(texts))), prompts=texts)  # noqa: E731
+        rows, _ = evaluator.choose_samples(seed=0, class_balance="data", encode=encode, prompts=own)
+        assert rows.prompts is not None
+        return rows.prompts
+
+    prompts = prompts_of()
     assert sorted(prompts[:4]) == [f"ball {i}" for i in range(4)] and set(prompts[4:]) < set(prompts[:4])
-    assert evaluator.prompts(["mine"], num_samples=6) == ["mine"]
+    assert prompts_of("mine") == ["mine"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchditan.data_stream.datasets import Batch
-from torchditan.evaluation.evaluator import compute, show
+from torchditan.evaluation.evaluator import Evaluator
 from torchditan.evaluation.metric import Pictures
 from torchditan.latents.latent_space import decode_with
 from torchditan.periodic_tasks import StepResult
@@ -84,6 +84,9 @@ class Recorder:
         self.seen.append(settings())
         return {}
 
+    def forget(self, source: str) -> None:
+        pass
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         self.seen.append(settings())
         return latents
@@ -98,8 +101,11 @@ def test_metrics_and_autoencoders_compute_in_float32_inside_a_run() -> None:
         yield Pictures(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), None, torch.tensor([0]), "generated")
         assert settings() == SETTINGS["medium"]
 
-    show([recorder], drawn(), "generated")
-    compute([recorder])
+    given: dict[str, Any] = {"class_names": [], "prompts_of": None, "num_samples": 1, "image_size": (8, 8), "seed": 0}
+    evaluator = Evaluator(None, [], {}, decode=recorder.decode, device=torch.device("cpu"), **given)
+    evaluator.metrics = [recorder]
+    evaluator.show(drawn())
+    evaluator.compute()
     decode_with(recorder, torch.zeros(1, 4, 2, 2))
     assert recorder.seen == [SETTINGS["highest"]] * 3
     assert settings() == SETTINGS["medium"]

@@ -9,6 +9,7 @@ Notable:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ IMAGES_PER_SPLIT = 5000
 """Of the Inception Score, as in ADM's evaluator."""
 
 
-class Gaussian(NamedTuple):
+@dataclass(frozen=True)
+class Gaussian:
     """Mean and covariance of features."""
 
     mean: Tensor

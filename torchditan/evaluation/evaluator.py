@@ -188,15 +188,51 @@ class Evaluator:
         for source in self.datasets:
             if source not in self.shown:
                 pictures = self.real_pictures(source, rank=rank, world_size=world_size)
-                self.shown[source] = show(self.metrics, pictures, source)
+                self.shown[source] = self.show(pictures, source)
 
-    def show(self, batches: Iterable[Pictures]) -> Shown:
-        """Show this rank's generated pictures to its metrics."""
-        return show(self.metrics, batches, "generated")
+    def show(self, batches: Iterable[Pictures], source: Source = "generated") -> Shown:
+        """Show this rank's pictures to its metrics, and merge all ranks' data on rank 0."""
+        hashes: dict[int, bytes] = {}
+        counts: Counter[int] = Counter()
+        for pictures in batches:
+            with ieee_float32():  # the model that draws may compute in a lower precision
+                for metric in self.metrics:
+                    metric.update(pictures)
+            for number, image in zip(pictures.numbers.tolist(), pictures.images.contiguous().numpy(), strict=True):
+                hashes[number] = hashlib.sha256(image.data).digest()
+            if pictures.labels is not None:
+                counts.update(pictures.labels.tolist())
+        is_sender = rank_and_world_size()[0] > 0  # a state is a copy
+        states = [metric.state(source) if is_sender else {} for metric in self.metrics]
+        for gathered in gather_on_rank_0([hashes, counts, *states]):
+            hashes |= gathered[0]
+            counts.update(gathered[1])
+            for metric, state in zip(self.metrics, gathered[2:], strict=True):
+                metric.merge(state, source)
+        content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes))).hexdigest()
+        class_counts = [counts[label] for label in range(max(counts) + 1)] if counts else None
+        return from_rank_0(Shown(len(hashes), content, class_counts))
 
     def compute(self) -> dict[str, Any]:
-        """Results of all metrics by name, the same on all ranks. The generated pictures are then forgotten."""
-        results = compute(self.metrics)
+        """Results of all metrics by name, computed on rank 0 and sent to all ranks, as is a mistake that it finds.
+
+        The generated pictures are then forgotten.
+        """
+        results: dict[str, Any] = {}
+        error = None
+        if rank_and_world_size()[0] == 0:
+            try:
+                for metric in self.metrics:
+                    with ieee_float32():
+                        found = metric.compute()
+                    taken = found.keys() & results.keys()
+                    assert not taken, f"two metrics give {', '.join(taken)}"
+                    results |= found
+            except ConfigError as mistake:
+                error = mistake
+        results, error = from_rank_0((results, error))
+        if error is not None:
+            raise error
         for metric in self.metrics:
             metric.forget("generated")
         return results
@@ -220,54 +256,6 @@ def is_judged_by_prompts(metrics: Sequence[str], dataset: str, *, option: str = 
 def _is_scored_by_prompts(dataset: str) -> bool:
     """Whether our metric `prompts` is for this dataset."""
     return dataset == registered(METRICS, "prompts").needs_dataset
-
-
-def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source) -> Shown:
-    """Show this rank's pictures to its metrics, and merge all ranks' data on rank 0. All ranks call it.
-
-    Args:
-        metrics: of this rank, in the same order on every rank.
-        batches: this rank's part of the pictures, all of `source`.
-    """
-    hashes: dict[int, bytes] = {}
-    counts: Counter[int] = Counter()
-    for pictures in batches:
-        with ieee_float32():  # the model that draws may compute in a lower precision
-            for metric in metrics:
-                metric.update(pictures)
-        for number, image in zip(pictures.numbers.tolist(), pictures.images.contiguous().numpy(), strict=True):
-            hashes[number] = hashlib.sha256(image.data).digest()
-        if pictures.labels is not None:
-            counts.update(pictures.labels.tolist())
-    is_sender = rank_and_world_size()[0] > 0  # a state is a copy
-    states = [metric.state(source) for metric in metrics] if is_sender else [{} for _ in metrics]
-    for gathered in gather_on_rank_0([hashes, counts, *states]):
-        hashes |= gathered[0]
-        counts.update(gathered[1])
-        for metric, state in zip(metrics, gathered[2:], strict=True):
-            metric.merge(state, source)
-    content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes))).hexdigest()
-    class_counts = [counts[label] for label in range(max(counts) + 1)] if counts else None
-    return from_rank_0(Shown(len(hashes), content, class_counts))
-
-
-def compute(metrics: Sequence[Metric]) -> dict[str, Any]:
-    """Results of all metrics by name, computed on rank 0 and sent to all ranks, as is a mistake that it finds."""
-    results: dict[str, Any] = {}
-    error = None
-    if rank_and_world_size()[0] == 0:
-        try:
-            for metric in metrics:
-                with ieee_float32():
-                    found = metric.compute()
-                assert not found.keys() & results.keys(), f"two metrics give {', '.join(found.keys() & results.keys())}"
-                results |= found
-        except ConfigError as mistake:
-            error = mistake
-    results, error = from_rank_0((results, error))
-    if error is not None:
-        raise error
-    return results
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:

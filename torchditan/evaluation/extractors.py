@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,8 @@ class Extractor:
 
 def join_features(parts: Sequence[Features]) -> Features:
     """Features of consecutive pictures as one, on the CPU; parts of one extractor."""
-    return Features(*(None if of[0] is None else torch.cat(of).cpu() for of in zip(*parts, strict=True)))
+    joined: Any = (None if of[0] is None else torch.cat(of).cpu() for of in zip(*parts, strict=True))
+    return Features(*joined)
 
 
 def read_weights(path: Path, *, sha256: str, name: str) -> dict[str, Tensor]:

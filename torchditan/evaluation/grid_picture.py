@@ -40,8 +40,11 @@ _INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 LAYOUT_KEY = "torchditan_layout"
 _LONGEST_TEXT = 200
 """Characters of a label or the title. The width of the picture follows from them."""
-_DAMAGE = (KeyError, OSError, SyntaxError, TypeError, ValueError, RecursionError, Image.DecompressionBombError)
-"""What Pillow, JSON and `_check_layout` raise for a damaged grid, and what a picture without a layout raises."""
+_DAMAGE = (
+    *(LookupError, OSError, SyntaxError, TypeError, ValueError, OverflowError, RuntimeError),
+    Image.DecompressionBombError,
+)
+"""What Pillow, JSON and torch raise for a damaged grid, and what a picture without a layout raises."""
 
 
 @dataclass(frozen=True)
@@ -136,34 +139,20 @@ def read_cells(path: Path) -> tuple[Tensor, list[str]]:
     try:
         with Image.open(io.BytesIO(path.read_bytes())) as picture:
             layout = GridLayout(**json.loads(picture.info[LAYOUT_KEY]))
-            pixels = torch.from_numpy(np.array(picture.convert("RGB")))  # (H, W, 3)
-        _check_layout(layout, height=pixels.shape[0], width=pixels.shape[1])
+            pixels = torch.from_numpy(np.array(picture.convert("RGB")))[layout.top :, layout.left :]  # (H, W, 3)
+        cells = pixels.unfold(0, layout.height, layout.row_pitch).unfold(1, layout.width, layout.column_pitch)
+        cells = cells[: len(layout.labels), : layout.num_columns].permute(0, 1, 3, 4, 2)  # (rows, k, H, W, 3)
+        if cells.shape[:2] != (len(layout.labels), layout.num_columns) or not cells.numel():
+            raise ValueError("its layout does not fit the picture")
+        return cells.contiguous(), list(map(_text, layout.labels))
     except _DAMAGE as error:
         raise ConfigError(f"{path} is not a readable grid ({error}); delete it") from None
-    rows = []
-    for row in range(len(layout.labels)):
-        top = layout.top + row * layout.row_pitch
-        lefts = [layout.left + column * layout.column_pitch for column in range(layout.num_columns)]
-        rows.append([pixels[top : top + layout.height, left : left + layout.width] for left in lefts])
-    return torch.stack([torch.stack(row) for row in rows]), layout.labels
 
 
-def _check_layout(layout: GridLayout, *, height: int, width: int) -> None:
-    """Refuse a layout of other types, and cells outside the picture.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
-    numbers = [value for name, value in asdict(layout).items() if name != "labels"]
-    if not all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
-        raise ValueError("its layout is not one of numbers")
-    if not (isinstance(layout.labels, list) and all(isinstance(label, str) for label in layout.labels)):
-        raise ValueError("its labels are not texts")
-    bottom = layout.top + (len(layout.labels) - 1) * layout.row_pitch + layout.height
-    right = layout.left + (layout.num_columns - 1) * layout.column_pitch + layout.width
-    is_there = layout.labels and layout.num_columns and layout.column_pitch >= layout.width >= 1
-    if not is_there or layout.row_pitch < layout.height or layout.height < 1 or bottom > height or right > width:
-        raise ValueError("its layout does not fit the picture")
+def _text(label: Any) -> str:
+    if not isinstance(label, str):
+        raise TypeError("its labels are not texts")
+    return label
 
 
 def strip(columns: dict[int, Tensor], labels: list[str], *, title: str) -> bytes:

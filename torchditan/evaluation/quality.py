@@ -91,7 +91,8 @@ class Reference(NamedTuple):
     spatial: Gaussian | None
 
     def to(self, device: torch.device | str) -> Reference:
-        return Reference(*(None if part is None else part.to(device) for part in self))
+        moved: Any = (None if part is None else part.to(device) for part in self)
+        return Reference(*moved)
 
 
 class Quality:

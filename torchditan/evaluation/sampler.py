@@ -75,8 +75,8 @@ class Sampler:
         """
         rank, world_size = rank_and_world_size()
         is_missing = np.ones(len(drawing), dtype=bool)
-        for numbers in finished:
-            is_missing[numbers.start : numbers.stop] = False
+        for known in finished:
+            is_missing[known.start : known.stop] = False
         starts = range(0, len(drawing), batch_size)
         batches = [(start + np.flatnonzero(is_missing[start : start + batch_size])).tolist() for start in starts]
         batches = [batch for batch in batches if batch]
