@@ -39,7 +39,6 @@ OF_NO_RUN = "sha256-"
 """Start of the `run_id` of weights that belong to no run."""
 _NOT_EVALUATED = (
     *("images_per_class", "max_classes", "prompts", "at_start"),  # of sample grids
-    "use_ema",  # of grids during training; a card has `weights`
     "embedded_guidance",  # of published models, which torchditan evaluate refuses
 )
 _PATHS = ("autoencoder.path", "dataset.root_dir", "model.path", "text_encoder.path")
