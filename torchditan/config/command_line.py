@@ -38,8 +38,11 @@ class ScriptParser(argparse.ArgumentParser):
         for flag in flags:
             name = flag.split("=")[0]
             if name.startswith("--") and not name.startswith(self._prefixes):
-                known = [flag for flag in map("--{}".format, options()) if flag.startswith(self._prefixes)]
-                hint = did_you_mean(name, [*own, *known]) or f"; must be one of {', '.join([*own, *self._shown])}"
+                taken = [flag for flag in map("--{}".format, options()) if flag.startswith(self._prefixes)]
+                hint = (
+                    did_you_mean(name, own if "." in name else [*own, *taken])
+                    or f"; must be one of {', '.join([*own, *self._shown])}"
+                )
                 raise ConfigError(f"{name} is not an option here{hint}")
         return arguments, flags
 
