@@ -89,6 +89,8 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
             sample_shape=(channels, 32, 32),
             horizontal_flip=True,
         )
+    if config.streaming:
+        raise option_error("dataset.streaming", True, "needs the hub; set --dataset.hub_name uoft-cs/cifar10")
     root = existing_path(config)
     if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
         root = root / "cifar-10-batches-bin"

@@ -141,7 +141,7 @@ class PeriodicTasks:
         """Repeat the tasks that were due at the step that the run continues from, and did not finish."""
         step, due = self.progress.step, self.due_tasks()
         if self.checkpoints.has_only_average:  # other tasks would get other figures than with the trained weights
-            due = [name for name in due if name != "validation" and self.config.sampling.use_ema]
+            due = [name for name in due if name != "validation"]
         missing = [[name for name in due if self.logger.lacks_figures(step, name)]]
         dist.broadcast_object_list(missing, src=0)  # only rank 0 reads the records
         for name in missing[0]:
@@ -252,7 +252,7 @@ class PeriodicTasks:
         """
         self.supervision.note(self.progress.step, task)
         self.guard.wait()
-        averaged = self.ema.swapped_in() if self.ema is not None and self.config.sampling.use_ema else nullcontext()
+        averaged = self.ema.swapped_in() if self.ema is not None else nullcontext()
         previous, group = self.supervision.timeout_seconds, self.checkpoints.manager.group
         self.supervision.set_timeout(max(previous, timeout_seconds), but=group)
         with self.logger.timer.excluded(task), averaged:

@@ -230,7 +230,7 @@ def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path])
         ({"seed": None}, "seed = none", ["integer"]),
         ({"num_step": 4}, "num_step", ["num_steps?"]),
         ({"clases": 4}, "clases", ["classes?"]),
-        ({"use_ema": False}, "use_ema", ["guidance_scale", "num_steps", "sampler"]),
+        ({"at_start": True}, "at_start", ["guidance_scale", "num_steps", "sampler"]),
         ({"num_steps": 0}, "sampling.num_steps = 0", ["1"]),
         ({"sampler": "hean"}, 'sampling.sampler = "hean"', ["euler", "heun?"]),
         ({"sampler": "ddim"}, 'sampling.sampler = "ddim"', ["euler, heun, dpmpp_2m"]),

@@ -89,7 +89,7 @@ def _check_identity(config: options.Autoencoder, autoencoder: Autoencoder) -> No
     if entry is not None and has != (entry.latent_channels, entry.downsampling):
         right = (
             f"has {has[0]} latent channels at 1/{has[1]}, and {config.name} {entry.latent_channels} at "
-            f"1/{entry.downsampling}; open it as --autoencoder.name {kind_of(config.name)}"
+            f"1/{entry.downsampling}; open it as --autoencoder.name {kind_of(autoencoder.name)}"
         )
         raise option_error(f"autoencoder.{option}", place, right)
     if config.fingerprint not in (None, autoencoder.fingerprint):

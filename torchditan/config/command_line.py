@@ -31,26 +31,22 @@ class ScriptParser(argparse.ArgumentParser):
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return (arguments of the command, configuration flags). Raises ConfigError for any other flag."""
+        from torchditan.config.schema import options
+
         arguments, flags = self.parse_known_args(argv)
         own = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         for flag in flags:
             name = flag.split("=")[0]
             if name.startswith("--") and not name.startswith(self._prefixes):
-                hint = self._configuration_flag(name) or did_you_mean(name, own)
-                hint = hint or f"; must be one of {', '.join([*own, *self._shown])}"
+                taken = [flag for flag in map("--{}".format, options()) if flag.startswith(self._prefixes)]
+                hint = (
+                    did_you_mean(name, own if "." in name else [*own, *taken])
+                    or f"; must be one of {', '.join([*own, *self._shown])}"
+                )
                 raise ConfigError(f"{name} is not an option here{hint}")
         if flags and not self._prefixes:
             raise ConfigError(f"{flags[0]} is one argument too many; see --help")
         return arguments, flags
-
-    def _configuration_flag(self, name: str) -> str:
-        """`; did you mean --sampling.guidance_scale?` for `--guidance_scale`, which lacks its section."""
-        from torchditan.config.schema import options
-
-        key = name.removeprefix("--").replace("-", "_")
-        taken = [f"--{option}" for option in options() if f"--{option}".startswith(self._prefixes)]
-        same_key = [option for option in taken if option.split(".")[1] == key]
-        return f"; did you mean {' or '.join(same_key)}?" if same_key else ""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))

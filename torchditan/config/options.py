@@ -501,8 +501,6 @@ class Sampling:
     """Generated images in each row of the grid."""
     max_classes: Annotated[int, AtLeast(1)] = 10
     """Maximum number of rows in the grid; each row shows one class."""
-    use_ema: bool = True
-    """Sample from the EMA weights if the run has them."""
     prompts: Annotated[list[str], CAPTIONS] = field(default_factory=list)
     """Prompts to sample, one grid row each; `@prompts.txt` stands for the lines of a file (docs/text_to_image.md).
     Default: four held-out captions, or else training captions."""

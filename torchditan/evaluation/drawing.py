@@ -31,7 +31,7 @@ ClassBalance = Literal["data", "balanced", "random"]
 """Classes of samples: "data" has each class as often as the training images, "balanced" each equally often, and
 "random" draws the class of each sample uniformly, as ADM's and DiT's scripts do."""
 _OTHERS = (
-    *("images_per_class", "max_classes", "prompts", "at_start", "use_ema"),  # choose rows and weights
+    *("images_per_class", "max_classes", "prompts", "at_start"),  # choose rows and steps
     "embedded_guidance",  # of published models only
 )
 

@@ -118,7 +118,7 @@ class LatentIndex(Encoding):
     shards: tuple[ShardRecord, ...]
 
 
-Stored = TypeVar("Stored", bound="Encoding | ShardRecord")
+Described = TypeVar("Described", bound=Encoding)
 
 
 def read_index(folder: Path) -> LatentIndex:
@@ -135,7 +135,7 @@ def read_index(folder: Path) -> LatentIndex:
     return read_as(LatentIndex, folder / INDEX_FILE)
 
 
-def read_as(kind: type[Stored], path: Path) -> Stored:
+def read_as(kind: type[Described], path: Path) -> Described:
     """Read a file that `index_to_json` described.
 
     Raises:
@@ -148,7 +148,7 @@ def read_as(kind: type[Stored], path: Path) -> Stored:
             raise ConfigError(f"{path} {version}; update TorchDiTan")
         for table, keys in _TABLES.items():
             values |= {name: values[table][key] for name, key in keys.items() if table in values}
-        found = _from_json(kind, values)
+        found: Described = _from_json(kind, values)
         _check_numbers(found)
     except ConfigError:
         raise
@@ -160,7 +160,8 @@ def read_as(kind: type[Stored], path: Path) -> Stored:
 def read_record(path: Path) -> ShardRecord | None:
     """The record of a shard, while its folder is written; None if it is missing or damaged."""
     try:
-        return _from_json(ShardRecord, json.loads(path.read_bytes()))
+        record: ShardRecord = _from_json(ShardRecord, json.loads(path.read_bytes()))
+        return record
     except (FileNotFoundError, *_DAMAGE):
         return None
 
@@ -188,7 +189,7 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
     return {**asdict(record), "skipped": skipped}
 
 
-def _from_json(kind: type[Stored], values: dict[str, Any]) -> Stored:
+def _from_json(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass whose fields are converted to their types."""
     hints = get_type_hints(kind)
     return kind(**{name: _convert(hint, values[name]) for name, hint in hints.items()})
