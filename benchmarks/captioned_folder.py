@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from PIL import Image, ImageDraw
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
 from torchditan import load
+from torchditan.ablation.launch import TRAIN, Job, execute
 from torchditan.datasets.images import load_sample
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
@@ -100,10 +100,12 @@ def nearest(samples: np.ndarray, pictures: np.ndarray) -> np.ndarray:
 def measure(folder: Path, captions: list[str], *, seed: int, flags: list[str]) -> dict[str, Any]:
     """Train with one seed, draw one sample of each caption, and find the picture nearest to each."""
     name = f"captioned_{seed}"
-    command = [sys.executable, "-m", "torchditan", "train", "captioned_folder", f"--dataset.root_dir={folder}"]
-    command += [f"--job.dump_folder={folder.parent}", f"--metrics.experiment_name={name}", f"--training.seed={seed}"]
-    subprocess.run([*command, *flags], check=True, env=provenance.importable())
     run = folder.parent / name
+    place = [f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={name}", f"--training.seed={seed}"]
+    job = Job((*TRAIN, "captioned_folder", f"--dataset.root_dir={folder}", *place, *flags), run)
+    print(f"{name}: training, log in {job.log}", flush=True)
+    if (outcome := execute(job)).status != "completed":
+        raise SystemExit(f"{name}: {outcome.status}: {outcome.reason}")
     samples = load(run).sample(prompts=captions).permute(0, 2, 3, 1).numpy()
     shape = (3, *samples.shape[1:3])
     files = sorted(folder.glob("*.png"))

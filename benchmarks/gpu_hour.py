@@ -14,18 +14,16 @@ Notable:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
-import os
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,10 @@ import torch
 from gpu_hour_sections import FIGURES, Figure, Found, Row, Section, build_sections
 from step_time import RESULTS, environment
 
+from torchditan.ablation.launch import Job, execute
+from torchditan.config.errors import shorten
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
-from torchditan.supervision.parent_death import die_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE_OF_FIGURES = REPOSITORY / "docs" / "performance.md"
@@ -96,7 +95,7 @@ def save(document: dict[str, Any], out: Path) -> None:
     write_file(out.with_suffix(".md"), page(document).encode())
 
 
-async def run_sections(
+def run_sections(
     sections: Sequence[Section],
     document: dict[str, Any],
     out: Path,
@@ -112,19 +111,13 @@ async def run_sections(
     deadline = time.monotonic() + 60 * minutes
     records = document["sections"]
 
-    async def run(section: Section, room: asyncio.Semaphore) -> None:
-        async with room:
-            left = deadline - time.monotonic()
-            if left < section.expected_s:
-                reason = f"needs about {section.expected_s:g} s; {max(left, 0):.0f} s were left"
-                record = {"title": section.title, "status": NOT_RUN, "error": reason}
-            else:
-                print(f"{section.name}: {section.title} ...", flush=True)
-                limit = min(section.limit_s, left)
-                record = await run_section(section, limit_s=limit, emulated=document["emulated"])
-        records[section.name] = record
-        print(f"{section.name}: {record['status']}" + (f": {record['error']}" if record["error"] else ""), flush=True)
-        save(document, out)
+    def run(section: Section) -> dict[str, Any]:
+        left = deadline - time.monotonic()
+        if left < section.expected_s:
+            reason = f"needs about {section.expected_s:g} s; {max(left, 0):.0f} s were left"
+            return {"title": section.title, "status": NOT_RUN, "error": reason}
+        print(f"{section.name}: {section.title} ...", flush=True)
+        return run_section(section, limit_s=min(section.limit_s, left), emulated=document["emulated"])
 
     def is_due(section: Section) -> bool:
         done = records.get(section.name, {"status": NOT_RUN})["status"] != NOT_RUN
@@ -132,24 +125,36 @@ async def run_sections(
 
     due = [section for section in sections if is_due(section)]
     for timed in (False, True):
-        room = asyncio.Semaphore(len(due) if side_by_side and not timed else 1)
-        await asyncio.gather(*(run(section, room) for section in due if section.timed is timed))
+        with ThreadPoolExecutor(max(1, len(due)) if side_by_side and not timed else 1) as pool:
+            names = {pool.submit(run, section): section.name for section in due if section.timed is timed}
+            for future in as_completed(names):
+                records[names[future]] = record = future.result()
+                error = f": {record['error']}" if record["error"] else ""
+                print(f"{names[future]}: {record['status']}{error}", flush=True)
+                save(document, out)
     return 1 if any(record["status"] == "failed" for record in records.values()) else 0
 
 
-async def run_section(section: Section, *, limit_s: float, emulated: bool) -> dict[str, Any]:
+def run_section(section: Section, *, limit_s: float, emulated: bool) -> dict[str, Any]:
     """The record of a section. Its commands share a folder and `limit_s`; the first that fails ends it."""
     start = time.monotonic()
     outputs: list[str] = []
     error, found = None, Found([])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        commands = [[part.replace("{folder}", name) for part in command] for command in section.commands]
-        for command in commands:
-            code, output = await run_command(command, limit_s=limit_s - (time.monotonic() - start))
-            outputs.append(output)
-            if code not in section.exit_codes:
-                error = f"the time limit of {limit_s:.0f} s was reached" if code is None else last_error(output, code)
+        for number, (executable, *program) in enumerate(section.commands):
+            job = Job(
+                program=[part.replace("{folder}", name) for part in program],
+                executable=executable,
+                folder=folder / f".command-{number}",
+                timeout_s=limit_s - (time.monotonic() - start),
+                cwd=REPOSITORY,
+            )
+            outcome = execute(job)
+            outputs.append(outcome.log)
+            if outcome.exit_code not in section.exit_codes:
+                failure = shorten(outcome.reason or "", most=300)
+                error = f"the time limit of {limit_s:.0f} s was reached" if outcome.exit_code is None else failure
                 break
         try:
             found = section.read(folder, outputs)
@@ -174,40 +179,9 @@ async def run_section(section: Section, *, limit_s: float, emulated: bool) -> di
     }
 
 
-async def run_command(command: Sequence[str], *, limit_s: float) -> tuple[int | None, str]:
-    """Exit code and output of a command in the repository. It and its processes are killed after `limit_s`: None."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=REPOSITORY,
-            env=provenance.importable(),
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        )
-        try:
-            code: int | None = await asyncio.wait_for(process.wait(), max(limit_s, 0))
-        except asyncio.TimeoutError:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        output.seek(0)
-        return code, output.read()
-
-
 def without_paths(output: str) -> str:
     """Without the folders of this machine: the JSON is meant to be shared."""
     return output.replace(f"{REPOSITORY}/", "").replace(sys.executable, "python")
-
-
-def last_error(output: str, code: int) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"error|exception|failed", line, re.IGNORECASE)]
-    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    return f"{how}: {(errors or lines or ['no output'])[-1][:300]}"
 
 
 def page(document: dict[str, Any]) -> str:
@@ -282,8 +256,8 @@ def main(argv: Sequence[str]) -> int:
     sections = build_sections(tiny=args.tiny, cuda=torch.cuda.is_available())
     print(f"{document['device_name']}, torch {document['versions']['torch']}, {args.minutes:g} minutes")
     side_by_side = torch.cuda.is_available()  # the cores of a machine without a GPU are busy with one section
-    code = asyncio.run(
-        run_sections(sections, document, args.out, named=args.sections, minutes=args.minutes, side_by_side=side_by_side)
+    code = run_sections(
+        sections, document, args.out, named=args.sections, minutes=args.minutes, side_by_side=side_by_side
     )
     waiting = [name for name, record in document["sections"].items() if record["status"] == NOT_RUN]
     if waiting:

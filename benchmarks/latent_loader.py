@@ -132,7 +132,6 @@ def open_stream(dataset: Latents, args: argparse.Namespace, *, num_workers: int,
         horizontal_flip=None,
         corrupt_images="error",
         num_workers=num_workers,
-        prefetch_factor=4,
         pin_memory=False,
     )
     if not draws:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,11 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
+from torchditan.ablation.launch import TRAIN, Job, execute
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 CASES = {
     "full": [],
     "lora, bfloat16 base": ["--lora.rank=16", "--quantize.base=bfloat16"],
@@ -68,12 +67,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def measure(flags: list[str], *, steps: int) -> dict[str, Any]:
     """One case: seconds per step, peak memory and images/s; or the reason for which it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(REPOSITORY / "train.py"), *flags, f"--training.steps={steps}"]
-        command += [f"--job.dump_folder={folder}", "--metrics.experiment_name=run"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            return {"failed": (result.stderr.strip() or result.stdout.strip()).split("\n")[-1]}
-        records = read_metrics(Path(folder) / "run")
+        place = [f"--job.dump_folder={folder}", "--metrics.experiment_name=run"]
+        job = Job((*TRAIN, *flags, f"--training.steps={steps}", *place), Path(folder) / "run")
+        if (outcome := execute(job)).status != "completed":
+            return {"failed": outcome.reason}
+        records = read_metrics(job.folder)
     times = [record["step_time_s"] for record in records[2:]]
     return {
         "step_time_s": statistics.median(times),

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from step_cases import NUM_CLASSES, PATCH_SIZE, SAMPLE_SHAPES
 from step_measure import GIB, process_group, time_block
 from trainer_step import build_trainer, fill_with_normal, trainer_step
 
+from torchditan.ablation.launch import Job, execute
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
 from torchditan.config.options import Config
@@ -144,15 +144,13 @@ def compare(cell: Cell, *, device: str, device_name: str | None, timeout: float)
     }
     if plan.fits is False:
         return {**row, "status": "skipped", "reason": "planned not to fit"}
-    command = [sys.executable, __file__, "--device", device, "--cell", json.dumps(dataclasses.asdict(cell))]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {**row, "status": "timeout", "reason": f"longer than {timeout:g} s"}
-    if result.returncode != 0:
-        last = result.stderr.strip().splitlines()[-1:] or ["no message"]
-        return {**row, "status": "oom" if "OutOfMemory" in last[0] else "error", "reason": last[0][:300]}
-    row.update(json.loads(result.stdout.splitlines()[-1]))
+    program = (__file__, "--device", device, "--cell", json.dumps(dataclasses.asdict(cell)))
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = execute(Job(program, Path(folder), timeout_s=timeout))
+    if outcome.status != "completed":
+        reason = str(outcome.reason)
+        return {**row, "status": "oom" if "OutOfMemory" in reason else outcome.status, "reason": reason[:300]}
+    row.update(json.loads(outcome.log.splitlines()[-1]))
     if row["measured_gib"] is not None:
         row["memory_error"] = row["planned_gib"] / row["measured_gib"] - 1
     return row

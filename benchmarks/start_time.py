@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -85,18 +84,18 @@ def measure(flags: Sequence[str], *, cache: Path | None = None) -> dict[str, flo
         flags: of train.py.
         cache: folder of torch.compile's cache; None: the user's.
     """
+    from torchditan.ablation.launch import Job, execute  # not at the top: a started process imports what train.py does
+
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "phases.json"
         place = [f"--job.dump_folder={folder}", "--metrics.experiment_name=start"]
-        environment = dict(os.environ)
-        if cache is not None:
-            environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-        command = [sys.executable, __file__, "--start", str(report), *flags, *place]
-        begin = time.time()
-        finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+        variables = {} if cache is None else {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        program = (__file__, "--start", str(report), *flags, *place)
+        outcome = execute(Job(program, Path(folder) / "job", variables=variables))
         if not report.exists():
-            raise SystemExit(f"the start failed ({finished.returncode}):\n{finished.stderr[-2000:]}")
+            raise SystemExit(f"the start failed: {outcome.reason}")
         ends = json.loads(report.read_text())
+    begin = outcome.started
     seconds, before = {}, begin
     for phase in PHASES:
         seconds[phase] = ends[phase] - before

@@ -24,7 +24,7 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model
 from torchditan.distributed.precision import multiplies_bfloat16
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.sampler import SampleRows
+from torchditan.evaluation.drawing import SampleRows
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.weights.trained_model import TrainedModel
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 import functools
 import io
 import math
+import os
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from torchditan.config.errors import ConfigError, is_finite_number, option_error, some
 from torchditan.config.prompts import is_unicode
-from torchditan.datasets.images import Encoded, corrupt_image
+from torchditan.datasets.images import HOW_TO_READ, Encoded, corrupt_image
+from torchditan.datasets.splits import suffix_of
 
 Refusal = Callable[[str], ConfigError]
 """Message -> the error with the option and its value."""
@@ -126,8 +128,12 @@ def pair(
     *,
     is_video: bool,
     refusal: Refusal,
+    others: Iterable[str],
 ) -> list[Entry]:
-    """Match pictures with captions by their names without extension, which may be written in NFC and in NFD."""
+    """Match pictures with captions by their names without extension, which may be written in NFC and in NFD.
+
+    Captions of images that this machine cannot read are left out; `others` has the names of these and of other files.
+    """
     by_stem: dict[str, str] = {}
     pictures = [(unicodedata.normalize("NFC", stem), name, content) for stem, name, content in pictures]
     captions = {unicodedata.normalize("NFC", stem): found for stem, found in captions.items()}
@@ -136,7 +142,8 @@ def pair(
             right = f"{by_stem[stem]} and {name} share one caption; rename or remove one"
             raise refusal(right)
         by_stem[stem] = name
-    alone = captions.keys() - by_stem.keys()
+    unreadable = {os.path.splitext(name)[0] for name in others if suffix_of(name) in HOW_TO_READ}
+    alone = captions.keys() - by_stem.keys() - {unicodedata.normalize("NFC", stem) for stem in unreadable}
     if alone:
         texts = some(sorted(f"{stem}.txt" for stem in alone))
         right = f"no {kind_word(is_video)} belongs to the caption {texts}; add or remove"

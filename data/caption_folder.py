@@ -36,13 +36,12 @@ from torchditan.datasets.caption_entries import (
     kind_word,
     pair,
 )
-from torchditan.datasets.images import IMAGE_SUFFIXES
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES
 from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
-from torchditan.datasets.tars import MOST_TEXT, json_object
+from torchditan.datasets.tars import CAPTION_SUFFIXES, MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-CAPTION_SUFFIXES = (".txt", ".caption")
 _HOLD_CAPTIONS = frozenset([*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".parquet"])
 _MAY_HOLD_CAPTIONS = frozenset([".json", ".jsonl", ".csv", ".tsv", ".cap", ".captions", ".tags", ".xlsx", ".parquet"])
 
@@ -81,10 +80,11 @@ def read_folder(
         read |= sidecars
     else:
         captions = {stem: Captions(_words(stem, refusal=refusal)) for stem, _, _ in own}
+    others = [_join(parts, name) for parts in free for name in names[parts]]
     inside = {name: division.place(parts)[1] for parts in free for _, name, _ in pictures[parts]}
     entries = [
         dataclasses.replace(entry, repeats=_repeats(inside[entry.name], refusal=refusal))
-        for entry in pair(own, captions, is_video=is_video, refusal=refusal)
+        for entry in pair(own, captions, is_video=is_video, refusal=refusal, others=others)
     ]
     entries += [listed[name] for parts in chosen for _, name, _ in pictures[parts] if name in listed]
     for entry in entries:
@@ -196,10 +196,10 @@ def _read_metadata(
         name, content = known[wanted]
         if name in entries:
             raise refusal(f"{where}: {relative} is listed twice; use repeats to show it more often")
-        repeats = row.get("repeats", 1)
-        if type(repeats) is not int or repeats < 1:
+        repeats = str(row.get("repeats", 1))  # the values of a CSV are texts
+        if not repeats.isdecimal() or int(repeats) < 1:
             raise refusal(f"{where}: repeats must be an integer of at least 1")
-        entries[name] = Entry(name, captions.first, content, repeats, captions.others, captions.weights)
+        entries[name] = Entry(name, captions.first, content, int(repeats), captions.others, captions.weights)
     return entries
 
 
@@ -208,6 +208,8 @@ def _why_unknown(path: Path, name: str, *, is_video: bool) -> str:
         return f"the folder {name} holds no frames"
     if not os.path.isfile(path):
         return f"{shorten(name, most=200)} does not exist"
+    if (suffix := suffix_of(name)) in HOW_TO_READ:
+        return f"{name} cannot be read; {HOW_TO_READ[suffix]}"
     return (
         f"{name} is not {'a video' if is_video else 'an image'}{'' if is_video else '; videos need dataset.num_frames'}"
     )

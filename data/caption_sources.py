@@ -37,10 +37,18 @@ from torchditan.datasets.caption_entries import (
 )
 from torchditan.datasets.caption_folder import METADATA_FILES, read_folder
 from torchditan.datasets.hub import find_splits, load_rows
-from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, describe_files
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Encoded, describe_files
 from torchditan.datasets.options import is_tar_address
 from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of_file, suffix_of, walk
-from torchditan.datasets.tars import Members, Shard, TarMember, find_shards, json_object, kind_of
+from torchditan.datasets.tars import (
+    CAPTION_SUFFIXES,
+    Members,
+    Shard,
+    TarMember,
+    find_shards,
+    json_object,
+    kind_of,
+)
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 
 
@@ -87,7 +95,7 @@ def _read_mixed(
             source = _read_tars(str(root), split, config=config, cache_folder=cache_folder)
         else:
             source = _read_tables(root, tables, split, config=config, refusal=refusal)
-        source = source._replace(unread=[name for name in files if name not in read])
+        source = source._replace(unread=[name for name in files if name not in read] + source.unread)
     if tars or tables:
         source.reading.insert(0, f"read: {what}")
     return source
@@ -105,16 +113,23 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
     is_video = config.num_frames is not None
     pictures: list[tuple[str, str, Encoded | Frames]] = []
     captions: dict[str, Captions] = {}
+    others: list[str] = []
+    """Members that are not read: images that this machine cannot read, and what may be captions in another form."""
     skipped: list[str] = []
     shards = find_shards(root, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
     is_divided = bool(shards.places["validation"])
     for shard in shards.open(split if is_divided else "train"):
         if shard.damage is not None:
             skipped.append(f"{shard.place.name} is {shard.damage}")
+        found = _captions_of(shard, config.caption_key, refusal=refusal)
+        captions |= found
         for suffix, members in shard.members.items():
             if kind_of(suffix) in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
                 pictures += _pictures_of(shard, suffix, members)
-        captions |= _captions_of(shard, config.caption_key, refusal=refusal)
+            else:
+                stems = (f"{shard.place.name}/{shard.keys[key]}" for key in members.keys)
+                is_image = kind_of(suffix) in HOW_TO_READ
+                others += [f"{stem}{suffix}" for stem in stems if is_image or stem not in found]
     if skipped and config.corrupt_images == "error":
         right = "; repair or remove such shards, or read what they have with --dataset.corrupt_images skip"
         raise refusal(f"{some(skipped)}{right}")
@@ -125,8 +140,10 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
         if config.trigger_word is None:
             skipped += [f"{name} has no caption" for stem, name, _ in pictures if stem not in captions]
             pictures = [picture for picture in pictures if picture[0] in captions]
-    reading = shards.describe() + ([f"left out: {some(skipped)}"] if skipped else [])
-    return Source(pair(pictures, captions, is_video=is_video, refusal=refusal), is_divided, reading)
+    names = {part: [place.name for place in places] for part, places in shards.places.items()}
+    reading = describe_parts(names, what="tar shard") + ([f"left out: {some(skipped)}"] if skipped else [])
+    entries = pair(pictures, captions, is_video=is_video, refusal=refusal, others=others)
+    return Source(entries, is_divided, reading, others)
 
 
 def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[str, str, TarMember]]:
@@ -138,12 +155,13 @@ def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[
 
 def _captions_of(shard: Shard, caption_key: str, *, refusal: Refusal) -> dict[str, Captions]:
     captions: dict[str, Captions] = {}
-    for kind, suffix in sorted((kind_of(suffix), suffix) for suffix in shard.members):  # .txt after .json
+    by_kind = sorted(((kind_of(suffix), suffix) for suffix in shard.members), key=lambda pair: pair[0] != ".json")
+    for kind, suffix in by_kind:  # .json first, so that texts replace it
         members = shard.members[suffix]
         for key, text in zip(members.keys, members.texts, strict=False):
             stem = f"{shard.place.name}/{shard.keys[key]}"
             where = f"{stem}{suffix}"
-            if kind == ".txt":
+            if kind in CAPTION_SUFFIXES:
                 content = text.encode("utf-8", "surrogateescape")
                 captions[stem] = Captions(decode(content, where=where, refusal=refusal))
             elif kind == ".json":

@@ -18,7 +18,7 @@ import torch
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.options import height_and_width
-from torchditan.evaluation.sampler import SampleRows
+from torchditan.evaluation.drawing import SampleRows
 from torchditan.models.spec import TensorSpec
 from torchditan.randomness import generator
 

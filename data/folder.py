@@ -79,11 +79,13 @@ class ImageTree:
     def _refuse_folder_above(self, inside: dict[Parts, Parts]) -> None:
         """`inside` has the paths without split of all folders of images."""
         classes = {parts[0] for parts in inside.values() if parts}
-        for parent in filter(None, self.division.splits):
-            below = {parts[len(parent)] for parts in inside.values() if parts[:-1][: len(parent)] == parent}
+        for parent, splits in self.division.splits.items():
+            above = self.division.place(parent)[1]
+            if not above:
+                continue
+            below = {parts[len(above)] for parts in inside.values() if parts[:-1][: len(above)] == above}
             if len(classes) == 1 or len(below) > 1:
-                held = ", ".join(sorted(f"{name}/" for name in self.division.splits[parent]))
-                place = "/".join(parent)
+                held, place = ", ".join(sorted(f"{name}/" for name in splits)), "/".join(parent)
                 right = f"{place}/ would be a class, but holds {held}; must be {self.root / place}"
                 raise option_error("dataset.root_dir", str(self.root), right)
 

@@ -45,6 +45,11 @@ IMAGE_SUFFIXES = frozenset(
 _INSTALL = {".avif": "pip install 'pillow>=11.3'", **dict.fromkeys(_HEIF_SUFFIXES, "pip install 'torchditan[heic]'")}
 HOW_TO_READ = {suffix: command for suffix, command in _INSTALL.items() if suffix not in IMAGE_SUFFIXES}
 """Suffix -> the command that makes its images readable on this machine."""
+_BRANDS = {
+    **dict.fromkeys((b"avif", b"avis"), ".avif"),
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), ".heic"),
+}
+"""The kind of a file of boxes (ISO 14496-12) -> suffix. Its name may be another one: `IMG_0001.JPG` of a phone."""
 # Pillow detects formats by content, not by suffix, and would pass an EPS to Ghostscript, which runs it.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *["AVIF"] * _AVIF, *["HEIF"] * _HEIF)
 _OVERSHOOT = 0.1
@@ -111,15 +116,23 @@ def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Picture]:
             stripped = strip(file)
             if _HEIF:
                 _register_heif()
-            image = opened.enter_context(Image.open(cast(Any, stripped.file), formats=_FORMATS))
+            try:
+                image = opened.enter_context(Image.open(cast(Any, stripped.file), formats=_FORMATS))
+            except UnidentifiedImageError as error:
+                raise UnreadableError(_why_unidentified(file)) from error
             yield Picture(image, stripped)
-    except UnidentifiedImageError as error:
-        raise UnreadableError("unknown format") from error
-    except (ConfigError, MemoryError):
+    except (ConfigError, UnreadableError, MemoryError):
         raise
     except Exception as error:
         text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
         raise UnreadableError((text.strip() or type(error).__name__).splitlines()[0]) from error
+
+
+def _why_unidentified(file: BinaryIO) -> str:
+    file.seek(0)
+    header = file.read(12)
+    suffix = _BRANDS.get(header[8:]) if header[4:8] == b"ftyp" else None
+    return f"{suffix}: {HOW_TO_READ[suffix]}" if suffix in HOW_TO_READ else "unknown format"
 
 
 @functools.cache

@@ -29,14 +29,15 @@ _PARTS: dict[str, Part] = {
     **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-_FOLDER = re.compile(rf"({'|'.join(_PARTS)})([-_ .]?(set|split|data|images))?[-_ .]?\d*")
+_FOLDER = re.compile(rf"(?:(.*)[-_ .])?({'|'.join(_PARTS)})(?:[-_ .]?(?:set|split|data|images))?[-_ .]?\d*")
+"""Other words of a folder's name, and that of the split."""
 _MADE_BY_SYSTEMS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"])
 
 
 def part_of(name: str) -> Part | None:
     """The part that a folder, or a split of the hub, is named after: `Train`, `val2017`, `test_set`; else None."""
     match = _FOLDER.fullmatch(name.lower())
-    return None if match is None else _PARTS[match[1]]
+    return None if match is None or match[1] is not None else _PARTS[match[2]]
 
 
 def part_of_file(name: str) -> Part | None:
@@ -54,7 +55,8 @@ class Division:
     """Divides folders into training, validation and test data, by their names.
 
     A name is that of a split if the folders next to it agree: `train/` with `test/` or alone, `test/` next to `cat/`
-    and `dog/`. A `train/` next to `plane/` is a folder of trains. Splits may be below other folders: `cat/train/`.
+    and `dog/`, `seg_train/` with `seg_test/`. A `train/` next to `plane/` is a folder of trains. Splits may be below
+    other folders (`cat/train/`), and twice in a path (`training_set/training_set/cat/`).
 
     Args:
         folders: all folders that hold data themselves. The last name of a tar or parquet file counts as one too.
@@ -64,41 +66,47 @@ class Division:
 
     def __init__(self, folders: Iterable[Parts], *, has_classes: bool) -> None:
         self.folders = sorted(set(folders))
-        groups: dict[Parts, dict[str, Part]] = defaultdict(dict)
+        groups: dict[tuple[Parts, str | None], dict[str, Part]] = defaultdict(dict)
         for parts in self.folders:
             for depth, name in enumerate(parts):
-                if (part := part_of(name)) is not None:
-                    groups[parts[:depth]][name] = part
-                    break
-        self.splits = {
-            parent: children
-            for parent, children in groups.items()
-            if self._is_split(parent, children, has_classes=has_classes)
-        }
+                if (match := _FOLDER.fullmatch(name.lower())) is not None:
+                    groups[parts[:depth], match[1]][name] = _PARTS[match[2]]
+        self.splits: dict[Parts, dict[str, Part]] = defaultdict(dict)
         """Folder -> the folders in it that are splits."""
+        for (parent, words), children in sorted(groups.items(), key=lambda group: len(group[0][0])):
+            if self._is_split(parent, children, has_words=words is not None, has_classes=has_classes):
+                self.splits[parent] |= children
 
-    def _is_split(self, parent: Parts, children: dict[str, Part], *, has_classes: bool) -> bool:
+    def _is_split(self, parent: Parts, children: dict[str, Part], *, has_words: bool, has_classes: bool) -> bool:
         found = set(children.values())
         if len(found) > 1:
             return True
+        is_inside = bool(self._splits_of(parent))
+        if has_words and not is_inside:
+            return False
         below = [parts[len(parent) :] for parts in self.folders if parts[: len(parent)] == parent]
         others = {parts[0] for parts in below if parts and parts[0] not in children}
+        if is_inside:  # of folders in a split, only one that repeats its name: others are classes
+            return not others and [*children] == [parent[-1]]
         if found == {"train"} or not others:
             return not others
         mirrored = {parts[1] for parts in below if parts and parts[0] in children and len(parts) > 1} & others
         return not has_classes or found == {"test"} or bool(mirrored)
 
+    def _splits_of(self, parts: Parts) -> dict[int, Part]:
+        """The folders in a path that are splits: place in the path -> part."""
+        found = {depth: self.splits.get(parts[:depth], {}).get(name) for depth, name in enumerate(parts)}
+        return {depth: part for depth, part in found.items() if part is not None}
+
     def place(self, parts: Parts) -> tuple[Part, Parts]:
-        """The part of a folder, and its path without the name of the split."""
+        """The part of a folder, and its path without the names of splits."""
+        found = self._splits_of(parts)
+        inside = tuple(name for depth, name in enumerate(parts) if depth not in found)
         for depth in range(len(parts) + 1):
-            children = self.splits.get(parts[:depth])
-            if children is None:
-                continue
-            if depth < len(parts) and parts[depth] in children:
-                return children[parts[depth]], parts[:depth] + parts[depth + 1 :]
-            if "train" in children.values():
-                return "beside", parts
-        return "train", parts
+            if depth not in found and "train" in self.splits.get(parts[:depth], {}).values():
+                return "beside", inside
+        parts_found = set(found.values())
+        return next((part for part in ("test", "validation") if part in parts_found), "train"), inside
 
 
 def describe_parts(names: Mapping[Part, Sequence[str]], *, what: str) -> list[str]:

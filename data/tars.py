@@ -5,7 +5,7 @@ Notable:
 - a sample is all members of one key, the name up to the first dot of the file name: `0001.jpg` with `0001.cls`;
 - the index of a folder, a pattern or an address is one file with a line for each shard, appended when the shard was
   read. A pass that is killed continues. A shard whose size or time changed is read again;
-- the index holds names, places, the text of `.txt`, `.json` and `.cls`, and what is damaged. Opening reads no shard;
+- the index holds names, places, the text of captions, `.json` and `.cls`, and what is damaged. Opening reads no shard;
 - images are checked as file_check.py checks files, in the same pass;
 - shards at an address of fsspec (`s3://...`) are read in blocks, which a folder keeps (`RemoteFile`). fsspec's own
   block cache shares one file of metadata, which ranks and loader workers would overwrite.
@@ -49,9 +49,10 @@ from torchditan.datasets.splits import (
 from torchditan.run.atomic_files import write_file
 from torchditan.run.progress import report_progress
 
-TEXT_SUFFIXES = frozenset([".cls", ".json", ".txt"])
+CAPTION_SUFFIXES = (".txt", ".caption")
+TEXT_SUFFIXES = frozenset([".cls", ".json", *CAPTION_SUFFIXES])
 MOST_TEXT = 1 << 20
-_VERSION = 2
+_VERSION = 3
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
 _BLOCK_SIZE = 1 << 22

@@ -31,7 +31,7 @@ from torchditan.config.errors import option_error, some
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.caption_entries import read_bytes
 from torchditan.datasets.folder import held_out
-from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, corrupt_image, load_sample
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Crop, corrupt_image, load_sample
 from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
 from torchditan.datasets.splits import Split
 from torchditan.datasets.tars import Place, Shard, TarMember, find_shards, json_object, kind_of, read_text
@@ -239,9 +239,15 @@ def _rows_of(shard: Shard, label_key: str | None, suffixes: Set[str]) -> list[_R
             rows[key] = _Row(name, offset, size, labels.get(key, _NO_LABEL), damage)
     found = [rows[key] for key in sorted(rows)]
     what = "latent" if suffixes == LATENT_SUFFIXES else "image"
+    readers = {
+        key: HOW_TO_READ[kind_of(suffix)]
+        for suffix, members in shard.members.items()
+        if kind_of(suffix) in HOW_TO_READ
+        for key in members.keys
+    }
     found += [
-        _Row(f"{shard.place.name}/{shard.keys[key]}", 0, 0, _NO_LABEL, f"its {what} is missing")
-        for key in sorted(labels.keys() | problems.keys())
+        _Row(f"{shard.place.name}/{shard.keys[key]}", 0, 0, _NO_LABEL, readers.get(key, f"its {what} is missing"))
+        for key in sorted(labels.keys() | problems.keys() | readers.keys())
         if key not in rows
     ]
     if shard.damage is not None:

@@ -1,7 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Run a command of `torchditan`, or a script of the repository, with the code of an entry:
-`python speedrun/launch.py REGISTRY CODE evaluate --flags`.
+"""Run a command of `torchditan` with the code of an entry: `python speedrun/launch.py REGISTRY CODE evaluate --flags`.
 
 REGISTRY is JSON, CODE a copy of the entry's file or an empty text; run.py makes both.
 """
@@ -9,7 +8,6 @@ REGISTRY is JSON, CODE a copy of the entry's file or an empty text; run.py makes
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -20,13 +18,7 @@ from entries import register
 from torchditan.__main__ import main
 
 if __name__ == "__main__":
-    lines, code, name, *arguments = sys.argv[1:]
+    lines, code, *words = sys.argv[1:]
     register(json.loads(lines), Path(code) if code else None)
-    if name.endswith(".py"):
-        path = Path(__file__).resolve().parents[1] / name
-        sys.argv = [str(path), *arguments]
-        sys.path.insert(0, str(path.parent))
-        runpy.run_path(str(path), run_name="__main__")
-    else:
-        sys.argv = ["torchditan", name, *arguments]
-        sys.exit(main())
+    sys.argv = ["torchditan", *words]
+    sys.exit(main())

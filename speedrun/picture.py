@@ -25,7 +25,7 @@ from run import RESULTS, Trial
 from torchditan.config.command_line import ScriptParser, check_output, count
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.datasets.earth import Earth
-from torchditan.evaluation.drawing import plan_samples
+from torchditan.evaluation.drawing import order_of_classes
 from torchditan.evaluation.grid_picture import draw
 from torchditan.run.atomic_files import write_file
 
@@ -76,11 +76,9 @@ def main() -> None:
     real = Earth(size=32, split="train")
     num_classes = len(real.class_names)
     counts = np.bincount(real.class_labels, minlength=num_classes).tolist()
-    plan = plan_samples(
+    labels = order_of_classes(
         NUM_SAMPLES, num_classes=num_classes, class_balance="data", class_counts=counts, seed=SAMPLING_SEED
-    )
-    assert plan.labels is not None
-    labels = plan.labels.numpy()
+    ).numpy()
     if args.columns > np.bincount(labels).min():
         right = f"must be at most {np.bincount(labels).min()}, the samples of the rarest class"
         raise option_error("--columns", args.columns, right)

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from entries import (
 )
 
 from torchditan.ablation.grid import as_flags, parse_setting
+from torchditan.ablation.launch import Job, execute
 from torchditan.config.command_line import ScriptParser, count
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import load_config
@@ -63,7 +63,11 @@ FIGURES = {
     "held_out_nearest_distance": "copies: held-out distance-EffNetLite0",
 }
 """Names in a result's JSON, and in a card."""
-INTERRUPTED = 75
+ONE_THREAD = {
+    **{name: str(NUM_THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
+    "CUDA_VISIBLE_DEVICES": "",
+}
+"""Environment of every run: one thread and no GPU, so that results of all machines are of CPUs."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def _train(trial: Trial) -> str | None:
         return None
     place = [f"--job.dump_folder={trial.outputs}", f"--metrics.experiment_name={trial.run.name}"]
     try:
-        _call(trial, "train.py", [*trial.entry.flags(seed=trial.seed), *place])
+        _call(trial, "train", [*trial.entry.flags(seed=trial.seed), *place])
     except ConfigError as error:
         status = read_status(trial.run) or {}
         if trial.seed < FIRST_TUNING_SEED or status.get("state") != "error":
@@ -159,40 +163,28 @@ def _is_completed(run: Path) -> bool:
 
 
 def _call(trial: Trial, command: str, arguments: list[str]) -> None:
-    """Run train.py, or a command of `torchditan`, with the entry's code, on one thread of the CPU, into a log."""
-    log = trial.outputs / "logs" / f"{trial.run.name}_{Path(command).stem}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{trial.run.name}: {command}, log in {log}", flush=True)
-    with open(log, "ab") as file:
-        code = subprocess.run(
-            [*launch_command(trial.entry, trial.outputs), command, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            check=False,
-        ).returncode
-    if code == INTERRUPTED:
+    """Run a command of `torchditan` with the entry's code, on one thread of the CPU, into a log."""
+    job = Job(
+        program=(*entry_program(trial.entry, trial.outputs), command, *arguments),
+        folder=trial.outputs / "logs" / f"{trial.run.name}_{command}",
+        variables=ONE_THREAD,
+    )
+    print(f"{trial.run.name}: {command}, log in {job.log}", flush=True)
+    outcome = execute(job)
+    if outcome.status == "interrupted":
         raise ConfigError(f"{trial.run.name} was interrupted; run the same command again to continue")
-    if code:
-        last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        raise ConfigError(f"{trial.run.name}: {command} failed ({code}); see {log}: {last[0]}")
+    if outcome.status != "completed":
+        raise ConfigError(f"{trial.run.name}: {command} failed ({outcome.status}); see {job.log}: {outcome.reason}")
 
 
-def launch_command(entry: Entry, outputs: Path) -> list[str]:
+def entry_program(entry: Entry, outputs: Path) -> list[str]:
     """The start of a command with the entry's code, which is copied: a later change of it does not mix versions."""
     code = ""
     if entry.code is not None:
         copy = outputs / "code" / entry.digest() / entry.code.name
         write_file(copy, entry.code.read_bytes())
         code = str(copy.resolve())
-    return [sys.executable, str(FOLDER / "launch.py"), json.dumps(entry.registry), code]
-
-
-def environment() -> dict[str, str]:
-    """One thread, and no GPU: results of all machines are of CPUs."""
-    threads = {name: str(NUM_THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    return {**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ""}
+    return [str(FOLDER / "launch.py"), json.dumps(entry.registry), code]
 
 
 def _score(trial: Trial) -> dict[str, Any]:

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from entries import Entry, load
-from run import environment, launch_command
+from entries import Entry, load, register
+from run import ONE_THREAD
 
 from torchditan.config.command_line import ScriptParser, count
 from torchditan.config.errors import ConfigError
@@ -43,38 +44,28 @@ class Worker:
     """A process that trains an entry for some steps whenever it is asked."""
 
     def __init__(self, entry: Entry, folder: Path, *, steps: int = STEPS) -> None:
-        place = [f"--job.dump_folder={folder}", f"--metrics.experiment_name={entry.name}"]
-        command = [*launch_command(entry, folder), "speedrun/step_times.py", "--worker"]
-        folder.mkdir()
-        self.log = folder / "log"
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [*command, *entry.flags(seed=0), *place],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment(),
-            )
+        context = multiprocessing.get_context("spawn")
         self.entry, self.steps = entry, steps
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=work, args=(entry, folder, other), daemon=True)
+        self.process.start()
+        other.close()
 
     def block(self) -> float:
         """Seconds of one step, averaged over a block."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it failed, and said why
-            self.process.stdin.write(f"{self.steps}\n")
-            self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("seconds "):
-                return float(line.split()[1]) / self.steps
-        last = self.log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        raise ConfigError(f"{self.entry.name}: its training failed ({self.process.wait()}): {last[0]}")
+            self.connection.send(self.steps)
+        try:
+            found: float | str = self.connection.recv()
+        except EOFError:
+            found = "it ended without a message"
+        if isinstance(found, str):
+            raise ConfigError(f"{self.entry.name}: its training failed: {found}")
+        return found / self.steps
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait()
+        self.connection.close()
+        self.process.join()
 
 
 def ratio_of(ratios: Sequence[float]) -> dict[str, Any]:
@@ -88,6 +79,7 @@ def ratio_of(ratios: Sequence[float]) -> dict[str, Any]:
 def measure(baseline: Entry, entry: Entry, *, turns: int, steps: int = STEPS) -> dict[str, Any]:
     """Alternate blocks of both and compare them."""
     load_average = os.getloadavg()[0]
+    os.environ.update(ONE_THREAD)  # of the workers
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         workers = []
         for name, each in (("before", baseline), ("after", entry)):
@@ -108,8 +100,8 @@ def measure(baseline: Entry, entry: Entry, *, turns: int, steps: int = STEPS) ->
     }
 
 
-def work(flags: list[str]) -> None:
-    """The worker: builds the trainer as train.py does, and trains a block per line of stdin."""
+def work(entry: Entry, folder: Path, connection: Connection) -> None:
+    """The worker: builds the trainer as `torchditan train` does, and trains as many steps as it is sent."""
     from torchditan.config.loader import load_config
     from torchditan.job.prepare import prepare
     from torchditan.trainer import Trainer
@@ -118,21 +110,27 @@ def work(flags: list[str]) -> None:
         def train_steps(self) -> None:
             batches = self.open_stream()
             self.supervision.start_step = 0
-            for line in sys.stdin:
-                started = time.perf_counter()
-                for _ in range(int(line)):
-                    self.train_step(batches)
-                print(f"seconds {time.perf_counter() - started}", flush=True)
+            with contextlib.suppress(EOFError):  # the other end was closed
+                while True:
+                    num_steps = connection.recv()
+                    started = time.perf_counter()
+                    for _ in range(num_steps):
+                        self.train_step(batches)
+                    connection.send(time.perf_counter() - started)
 
-    job = prepare(load_config(flags))
-    assert job is not None
-    BlockTrainer(job).train()
+    register(entry.registry, entry.code)
+    place = [f"--job.dump_folder={folder}", f"--metrics.experiment_name={entry.name}"]
+    folder.mkdir()
+    with open(folder / "log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        try:
+            job = prepare(load_config([*entry.flags(seed=0), *place]))
+            assert job is not None
+            BlockTrainer(job).train()
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2:])
-        return
     parser = ScriptParser(__doc__, options=())
     parser.add_argument("baseline", help="entry whose step counts as 1")
     parser.add_argument("entries", nargs="+", help="entries to compare with it")

@@ -49,13 +49,11 @@ from torchditan.finetune.published import build_published_spec
 from torchditan.report.report import write_report
 from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.exporting import save_weights
-from torchditan.weights.formats import Given
-from torchditan.weights.imported_format import import_format
 from torchditan.weights.importing import import_weights
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.model_card import Statements
 from torchditan.weights.opening import open_weights
-from torchditan.weights.share import share_model
+from torchditan.weights.share import share
 from torchditan.weights.shared import is_shared
 from torchditan.weights.trained_model import TrainedModel
 
@@ -115,19 +113,17 @@ def _make_pt(folder: Path) -> None:
 
 
 def _open_pt() -> None:
-    import_format(Path("weights.pt"), Path("imported"), format="dit", given=Given(num_heads=2))
+    import_weights(Path("weights.pt"), Path("imported"), format="dit", given={"num_heads": 2})
 
 
 def _make_shared(folder: Path) -> None:
-    share_model(tiny_run(), folder / "shared", statements=Statements(license="cc0-1.0"), with_samples=False)
+    share(tiny_run(), folder / "shared", statements=Statements(license="cc0-1.0"), with_samples=False)
 
 
 def _seal_shared() -> None:
     path = Path("shared/config.json")
     content = json.loads(path.read_bytes())
-    for name, entry in content["files"].items():
-        file = path.parent / name
-        entry |= {"size": file.stat().st_size, "sha256": sha256_of(file)}
+    content["sha256"] = sha256_of(path.parent / "model.safetensors")
     path.write_text(json.dumps(content))
 
 
@@ -152,7 +148,7 @@ def _open_run() -> None:
 
 
 def _share_run() -> None:
-    share_model(Path("run"), Path("public"), statements=Statements(), with_samples=False)
+    share(Path("run"), Path("public"), statements=Statements(), with_samples=False)
 
 
 def _report_run() -> None:
@@ -207,7 +203,8 @@ def _make_ledger(folder: Path) -> None:
         for compiled in (False, True)
     ]
     write_ledger(grid, rows, axes=[])
-    (grid / "grid.json").write_text(json.dumps({"schema_version": 1, "name": "grid", "settings": {"training.seed": 0}}))
+    content = {"schema_version": 1, "kind": "torchditan ablation grid", "name": "grid", "base": None, "exclude": []}
+    (grid / "grid.json").write_text(json.dumps(content | {"axes": {}, "settings": {"training.seed": 0}}))
     for one in rows:
         run = grid / "runs" / one["run_name"]
         run.mkdir(parents=True)

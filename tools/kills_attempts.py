@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import forked_scripts
 from kills_plans import BATCH_SIZE, EVALUATION_FREQ, Kill, Layout, Pace
 
-from torchditan.ablation.launch import TRAIN, Job, environment, processes_of
+from torchditan.ablation.launch import TRAIN, Job, processes_of
 from torchditan.run.rank_status import read_rank_statuses
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.parent_death import die_with_parent
@@ -164,39 +163,32 @@ class Attempt:
 
 def launch(home: Path, layout: Layout, flags: Sequence[str], *, is_forked: bool = True) -> Attempt:
     """Start or resume the run in folder `home`, in the background."""
-    run, ranks = home / "run", home / "ranks"
-    shutil.rmtree(ranks, ignore_errors=True)  # of the attempt before
-    ranks.mkdir(parents=True)
+    run = home / "run"
     arguments = [*FLAGS, *flags, f"--training.data_parallel_replicate_degree={layout.replicate}"]
     arguments += [f"--job.dump_folder={home}", f"--metrics.experiment_name={run.name}"]
-    log = home / f"attempt-{len(list(home.glob('attempt-*.log'))) + 1}.log"
-    log.touch()
     modules = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # of kills_metric
-    variables = {"PYTHONPATH": modules, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env = {**environment(ranks), **variables}
+    job = Job(
+        program=(*TRAIN, *arguments),
+        folder=home,
+        num_ranks=layout.world_size if layout.is_under_torchrun else None,
+        variables={"PYTHONPATH": modules, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=home,
+        log_name=f"attempt-{len(list(home.glob('attempt-*.log'))) + 1}.log",
+    )
     resumed, started = progress_of(run), time.time()
     process: subprocess.Popen[bytes] | BaseProcess
     if is_forked:
-        world_size = layout.world_size if layout.is_under_torchrun else None
+        shutil.rmtree(job.ranks, ignore_errors=True)  # of the attempt before
+        job.ranks.mkdir(parents=True)
+        job.log.touch()
         script = [str(REPOSITORY / "train.py"), *arguments]
         process = multiprocessing.get_context("forkserver").Process(
-            target=_run_in_session, args=(script, world_size, env, home, [log, log])
+            target=_run_in_session, args=(script, job.num_ranks, job.environment(), home, [job.log, job.log])
         )
         process.start()
     else:
-        command = [sys.executable, *TRAIN, *arguments]
-        if layout.is_under_torchrun:
-            command = Job(run, tuple(arguments), num_devices=layout.world_size, timeout_s=_LIMIT_S).command()
-        with open(log, "ab") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=home,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
+        process = job.start()
+    ranks, log = job.ranks, job.log
     return Attempt(run, layout, ranks, log, process, flags, started, resumed)
 
 

@@ -24,6 +24,7 @@ from torchditan.checkpoint.run_checkpoints import RunCheckpoints
 from torchditan.config.errors import option_error
 from torchditan.diffusion.objectives import uniform_objective, validation_objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
+from torchditan.evaluation.drawing import Drawing
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.sampler import Sampler
 from torchditan.evaluation.validation import BIN_KEYS, validation_losses
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from torchditan.optim.loss_scaling import LossScaler
 
 _EVALUATION_TIMEOUT_S = 3600
+_GC_FREQ = 50
+"""Steps between two garbage collections, which all ranks make at once."""
 """Rank 0 compares features while the other ranks wait."""
 _MOST_NAMED = 10
 
@@ -73,7 +76,7 @@ class PeriodicTasks:
         self.rank = job.rank
         self.model = model
         self.ema = ema
-        self.sampler = Sampler(job.spec, job.objective, job.config.sampling, job.device)
+        self.sampler = Sampler(job.spec, job.objective, job.device)
         self.guard = guard
         self.scaler = scaler
         self.logger = logger
@@ -94,8 +97,8 @@ class PeriodicTasks:
 
     def run_periodic_tasks(self, result: StepResult, *, is_first: bool) -> None:
         """Run all tasks that are due after this step. The first step is always logged."""
-        config, step = self.config, self.progress.step
-        if step % config.training.gc_freq == 0:
+        step = self.progress.step
+        if step % _GC_FREQ == 0:
             gc.collect(1)
         if is_first or self.is_log_due(step):
             self.log(result)
@@ -204,7 +207,6 @@ class PeriodicTasks:
                 raise option_error(option, value, f"logs {taken[0]}, a name that is taken; must have another name")
             extra |= numbers
         record = self.logger.log(
-            self.progress.step,
             loss=loss,
             grad_norm=result.grad_norm.item(),
             lr=result.lr,
@@ -231,7 +233,7 @@ class PeriodicTasks:
             self.last_validation = validation_losses(
                 self.model,
                 objective=validation_objective(config.diffusion, job.spec),
-                uniform=uniform_objective(config.diffusion, job.spec) if config.validation.by_timestep else None,
+                uniform=uniform_objective(config.diffusion, job.spec),
                 dataset=job.validation_dataset,
                 space=job.space,
                 num_images=self.config.validation.num_images,
@@ -269,31 +271,22 @@ class PeriodicTasks:
         likeness: dict[str, float] = {}
         # Rank 0 decodes while the others wait.
         with self._sampling_model("sampling", timeout_seconds=self.config.comm.init_timeout_seconds):
+            drawing = self.grids.drawing(self.progress.step)
+            batch_size = self.config.metrics.sample_batch_size
             start = time.perf_counter()
-            generated = self.draw()  # on the CPU: all queued work is done
+            # On the CPU: all queued work is done.
+            samples = self.sampler.draw_all(self.model, drawing, batch_size=batch_size, say=self.logger.message)
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
                 with self.supervision.reporting("decoding samples"):
-                    likeness = self.write_grid(generated)
-        return {"seconds_per_image": seconds / (generated.shape[0] * generated.shape[1]), **likeness}
+                    likeness = self.write_grid(samples, drawing)
+        return {"seconds_per_image": seconds / len(drawing), **likeness}
 
-    def draw(self) -> torch.Tensor:
-        """Samples for the rows of the grid, drawn with the model."""
-        config = self.config
-        return self.sampler.draw_rows(
-            self.model,
-            self.grids.rows,
-            samples_per_row=config.sampling.images_per_class,
-            seed=config.training.seed,
-            batch_size=config.metrics.sample_batch_size,
-            say=self.logger.message,
-        )
-
-    def write_grid(self, generated: torch.Tensor) -> dict[str, float]:
+    def write_grid(self, samples: torch.Tensor, drawing: Drawing) -> dict[str, float]:
         """Decode samples and write the grid. Returns their likeness to real images."""
         path = self.job.run_directory.sample_path(self.progress.step)
         try:
-            likeness = self.grids.write(path, self.job.space.to_pixels(generated), step=self.progress.step)
+            likeness = self.grids.write(path, self.job.space.to_pixels(samples), drawing)
         except OSError as error:  # a full disk must not end the run
             self.supervision.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
             return {}

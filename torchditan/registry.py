@@ -85,6 +85,19 @@ OPEN_CAPTIONS = "torchditan.finetune.captions.dataset:open_captions"
 OPEN_LATENTS = "torchditan.latents.latent_space:build_sample_space"
 """The functions that open the data of a job (job/prepare.py)."""
 
+ENCODE_PROMPTS = "torchditan.finetune.captions.dataset:rows_of_prompts"
+"""What encodes texts for a trained model of captions."""
+
+LAUNCHERS = Registry(
+    "torchditan.launchers",
+    {
+        "local": "torchditan.ablation.launch:LocalLauncher",
+        "slurm": "torchditan.ablation.launch:SlurmLauncher",
+    },
+    base="torchditan.ablation.launch:Launcher",
+)
+"""`--launcher` of `torchditan ablate`: subclasses of `torchditan.ablation.launch.Launcher`."""
+
 TUNE_BATCH_SIZE = "torchditan.ablation.autotune:resolve_batch_size"
 """The search for `training.batch_size = "auto"`."""
 
@@ -220,7 +233,7 @@ FORMATS = Registry(
         "diffusers": "torchditan.weights.formats.diffusers_dit:convert",
     },
 )
-"""`--format` of an import: functions that follow `torchditan.weights.formats.Convert` (docs/checkpoints.md)."""
+"""`--format` of an import: functions `convert(source: Weights, **given) -> Weights` (docs/checkpoints.md)."""
 
 
 def registered(registry: Registry, text: str) -> Any:

@@ -106,7 +106,8 @@ class Trainer:
         self.resources.callback(self.supervision.close)
         self.stop_request.record = self.supervision.record_stop
         with self.recording_failures():
-            job.run_directory.write_status("running", step=0)
+            if self.rank.rank == 0:
+                job.run_directory.write_status("running", step=0)
             self.connect()
             self.build()
 
@@ -141,7 +142,7 @@ class Trainer:
         if self.rank.world_size > 1:
             from torchditan.supervision.watchdog import record_collectives
 
-            record_collectives(self.job.run_directory.path / "flight_recorder", buffer_size=comm.trace_buf_size)
+            record_collectives(self.job.run_directory.path / "flight_recorder")
         init_process_group(self.rank, timeout_seconds=comm.init_timeout_seconds)
         self.supervision.connect(timeout_seconds=comm.init_timeout_seconds)
         if self.rank.world_size > 1:
@@ -162,8 +163,8 @@ class Trainer:
 
             self.scaler = LossScaler(self.parameters[0].device)  # the host with CPU offload
         self.spikes: LossSpikes | None = None
-        if config.training.on_nonfinite == "rollback" and config.training.loss_spike_factor:
-            self.spikes = LossSpikes(config.training.loss_spike_factor, self.device)
+        if config.training.on_nonfinite == "rollback":
+            self.spikes = LossSpikes(self.device)
         self.ema: EMA | None = None
         if config.ema.enable:
             self.ema = EMA(
@@ -198,15 +199,13 @@ class Trainer:
         self.logger = MetricsLogger(
             config.metrics,
             job.run_directory,
+            self.progress,
             world_size=self.rank.world_size,
             device=self.device,
             flops_per_image=self.flops_per_image(),
             peak_flops=peak_flops(torch.cuda.get_device_name()) if self.device.type == "cuda" else None,
             total_steps=config.training.steps,
             tokens_per_image=job.spec.num_tokens,
-            start_step=self.progress.step,
-            images_seen=self.progress.images_seen,
-            elapsed_s=self.progress.elapsed_s,
         )
         supervision.log_with(self.logger)
         self.tasks = PeriodicTasks(
@@ -285,7 +284,6 @@ class Trainer:
         return TrainingStream(
             job.dataset,
             corrupt_images=options.corrupt_images,
-            prefetch_factor=options.prefetch_factor,
             **shared,
         )
 
@@ -438,7 +436,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.images_seen += size
         self.progress.position += size
-        self.logger.count_images(size)
+        self.logger.show_step()
 
     def open_stream(self) -> Iterator[tuple[Batch, Randomness]]:
         """Batches from the position of the run.
@@ -464,7 +462,7 @@ class Trainer:
             DivergenceError: the run does not roll back, or returned to the same checkpoint too often.
         """
         warning = self.rollback.to_last_checkpoint(divergence)
-        self.logger.roll_back(self.progress.step, self.progress.images_seen)
+        self.logger.roll_back()
         profiler.return_to(self.progress.step)
         self.supervision.warn(warning)
         return self.open_stream()

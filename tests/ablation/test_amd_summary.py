@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import CPU
 
-from torchditan.ablation.__main__ import _show, parse
+from torchditan.ablation.__main__ import parse, show
 from torchditan.ablation.amd_summary import COLUMNS, SETTINGS, settings_of, summary_row, write_amd_summary
-from torchditan.ablation.board import Board
 from torchditan.ablation.grid import load_grid
-from torchditan.ablation.launchers import LocalLauncher
-from torchditan.ablation.runner import run_grid, stored_grid
+from torchditan.ablation.runner import stored_grid
 
 FIXED = (
     "run_id run_name timestamp status git_hash git_user total_elapsed_time avg_loss std_loss avg_loss_tail "
@@ -86,23 +83,15 @@ def test_what_was_not_measured_is_empty() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, train_script: Path) -> Path:
+def folder(tmp_path: Path, run_here: Any) -> Path:
     """A grid of stand-ins that has every status: batch 32 runs out of memory, patch size 4 crashes."""
     axes: dict[str, list[Any]] = {"parallel": ["1,2"], "model.flavor": ["debugmodel"], "precision": ["float32"]}
     axes |= {"training.batch_size": [8, 32, 64], "model.patch_size": [2, 4]}
     grid = load_grid("debug", overrides={"steps": 8, "window": 2, "timeout_s": 30})
     exclude = [{"model.patch_size": 4, "training.batch_size": [32, 64]}]
     grid = replace(grid, name="g", axes=axes, exclude=exclude)
-    path = tmp_path / "outputs" / "g"
-    run_grid(
-        grid,
-        path=path,
-        launcher=LocalLauncher(),
-        find_device=lambda: CPU,
-        board=lambda num_runs, name_width: Board(io.StringIO(), num_runs=num_runs, name_width=name_width),
-        program=(str(train_script),),
-    )
-    return path
+    run_here(grid)
+    return tmp_path / "outputs" / "g"
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -112,7 +101,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_show_writes_statuses_and_settings_in_amds_terms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = (folder / "runs_summary.csv").read_bytes()
     arguments, _ = parse(["show", str(folder), "--amd_summary"])
-    _show(arguments.folder, amd_summary=arguments.amd_summary)
+    show(arguments.show, amd_summary=arguments.amd_summary)
     assert f"{folder}/amd/runs_summary.csv" in capsys.readouterr().out
     rows = read(folder / "amd" / "runs_summary.csv")
     assert [row["status"] for row in rows] == ["success", "oom", "oom-skipped", "error"]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -25,12 +24,9 @@ from torchditan.ablation.autotune import (
     question_of,
     search,
 )
-from torchditan.ablation.board import Board
 from torchditan.ablation.grid import load_grid
 from torchditan.ablation.launch import Job, Outcome
-from torchditan.ablation.launchers import LocalLauncher
 from torchditan.ablation.ledger import read_ledger
-from torchditan.ablation.runner import run_grid
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config, load_config
 from torchditan.config.options import Config
@@ -95,7 +91,7 @@ Find = Callable[..., tuple[int, list[int]]]
 
 def execute_here(job: Job, *, on_tick: Any = None) -> Outcome:
     """What ranks of stand_ins.py come to, without processes."""
-    config = load_config(list(job.flags))
+    config = load_config(list(job.program[1:]))
     batch_size = config.training.batch_size
     assert isinstance(batch_size, int)
     record = {"loss": 1.0, "step_time_s": 0.5, "images_per_second": 2.0 * batch_size, "tflops_per_device": 2.0}
@@ -104,7 +100,7 @@ def execute_here(job: Job, *, on_tick: Any = None) -> Outcome:
     if batch_size >= 32:
         return Outcome("oom", "rank 1: no memory for a batch of 32", 0.0, 1.0)
     retries = int(batch_size == 31)
-    ranks = [{"peak_memory_gib": batch_size / 8 + rank, "alloc_retries": retries} for rank in range(job.num_devices)]
+    ranks = [{"peak_memory_gib": batch_size / 8 + rank, "alloc_retries": retries} for rank in range(job.num_ranks or 1)]
     return Outcome("completed", None, 0.0, 1.0, ranks)
 
 
@@ -201,31 +197,19 @@ def test_a_trial_that_encodes_keeps_its_images_whose_channels_only_the_dataset_k
     assert (made.dataset.dataset_name, made.autoencoder.online, made.autoencoder.name) == ("digits", True, "haar")
 
 
-def test_an_autotuned_grid_measures_each_cell_at_its_largest_batch(tmp_path: Path, train_script: Path) -> None:
+def test_an_autotuned_grid_measures_each_cell_at_its_largest_batch(tmp_path: Path, run_here: Any) -> None:
     grid = load_grid("debug", overrides={"steps": 4, "window": 2, "autotune": "largest"})
     axes = {"model.flavor": ["debugmodel"], "training.compile": [False], "parallel": ["1,2"]}
     grid = replace(grid, name="g", axes={**axes, "model.patch_size": [2, 4]}, exclude=[])
     grid.settings["autotune.batch_size_multiple"] = 8
-    path = tmp_path / "outputs" / "g"
-
-    def make() -> list[dict[str, Any]]:
-        return run_grid(
-            grid,
-            path=path,
-            launcher=LocalLauncher(),
-            find_device=lambda: CPU,
-            board=lambda count, width: Board(io.StringIO(), num_runs=count, name_width=width),
-            program=(str(train_script),),
-        )
-
-    rows = make()
+    rows = run_here(grid)
     found = [(row["run_name"].split("_")[1], row["training.batch_size"], row["status"]) for row in rows]
     assert found == [("bsauto", 24, "completed"), ("bsauto", None, "error")]
     assert rows[0]["images_per_second_mean"] == 24 * 2 / 0.5
     assert "batch size 16" in rows[1]["reason"]
-    assert read_ledger(path, axes=grid.columns) == rows
+    assert read_ledger(tmp_path / "outputs" / "g", axes=grid.columns) == rows
     before = (tmp_path / "outputs" / "autotune.json").stat().st_mtime_ns
-    again = make()
+    again = run_here(grid)
     assert again[0] == rows[0]
     assert (tmp_path / "outputs" / "autotune.json").stat().st_mtime_ns == before
 

@@ -74,7 +74,7 @@ def test_a_ledger_cut_anywhere_is_refused_in_one_line(end: float, tmp_path: Path
     write_ledger(tmp_path, [row("a"), row("b")], axes=AXES)
     path = tmp_path / "runs_summary.csv"
     path.write_bytes(path.read_bytes()[: int(end * path.stat().st_size)])
-    with pytest.raises(ConfigError, match=r"runs_summary\.csv.*cut off.*move .*away") as caught:
+    with pytest.raises(ConfigError, match=r"runs_summary\.csv.*move .*away") as caught:
         read_ledger(tmp_path, axes=AXES)
     assert "\n" not in str(caught.value)
 
@@ -82,9 +82,8 @@ def test_a_ledger_cut_anywhere_is_refused_in_one_line(end: float, tmp_path: Path
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("\n1,", "\n2,", r"line 2: has schema version 2, this version reads 1; move it away"),
         (",loss_last", ",loss_first", r"other columns than this grid \(loss_first, loss_last\)"),
-        (",true,", ",maybe,", r"the row of a does not parse"),
+        (",true,", ",maybe,", r"line 2 does not parse"),
     ],
 )
 def test_a_ledger_that_is_none_of_ours_is_refused_in_one_line(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_the_window_is_the_last_steps_and_memory_is_of_all() -> None:
     assert (measured["loss_last"], measured["loss_mean"]) == (4.0, 3.5)
     assert (measured["peak_memory_gib"], measured["peak_reserved_gib"]) == (7.0, None)
     assert measured["compile_s"] == 7.0
-    assert "mfu_mean" not in measured, "the peak is unknown, not zero"
+    assert measured["mfu_mean"] is None, "the peak is unknown, not zero"
     assert measure(records[:2], window=2, num_devices=4) == {}, "too short for its window"
 
 

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -25,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stand_ins import CPU, REPOSITORY
 
-from torchditan.ablation.board import Board
+from torchditan.ablation.device import Device
 from torchditan.ablation.grid import Grid, load_grid
-from torchditan.ablation.launch import Job, environment, execute, judge, processes_of
-from torchditan.ablation.launchers import LocalLauncher, SlurmLauncher, slurm_launcher
+from torchditan.ablation.launch import Job, LocalLauncher, SlurmLauncher, execute, judge, processes_of
 from torchditan.ablation.ledger import read_ledger
-from torchditan.ablation.maker import maker_of
+from torchditan.ablation.maker import Maker
 from torchditan.ablation.runner import run_grid
 from torchditan.config.errors import ConfigError
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
@@ -50,26 +50,6 @@ def small_grid(**axes: list[Any]) -> Grid:
     standard = {"parallel": ["1,2"], "model.flavor": ["debugmodel"], "precision": ["float32"]}
     standard |= {"training.batch_size": [8, 16], "model.patch_size": [2]}
     return replace(grid, name="g", axes={**standard, **axes}, exclude=[])
-
-
-@pytest.fixture
-def run_here(tmp_path: Path, train_script: Path) -> RunHere:
-    """`run_here(grid)`: its rows; stand-ins do the work, nothing is printed."""
-
-    def run(grid: Grid, **options: Any) -> Table:
-        settings = {
-            "launcher": LocalLauncher(),
-            "find_device": lambda: CPU,
-            "board": quiet,
-            "program": (str(train_script),),
-        }
-        return run_grid(grid, path=tmp_path / "outputs" / grid.name, **{**settings, **options})
-
-    return run
-
-
-def quiet(num_runs: int, name_width: int) -> Board:
-    return Board(io.StringIO(), num_runs=num_runs, name_width=name_width)
 
 
 def statuses(rows: Table) -> list[tuple[int, str]]:
@@ -135,13 +115,13 @@ def test_a_float8_cell_is_skipped_where_the_device_has_none(run_here: RunHere) -
 
 
 def test_an_axis_that_no_run_can_honour_here_is_refused_before_anything_is_written(
-    run_here: RunHere, tmp_path: Path
+    run_here: RunHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"^g: .*run can .*made .*float8\.enable_float8_linear = true"):
         run_here(small_grid(precision=["bfloat16_f8"]))
-    two_gpus = replace(CPU, type="cuda", count=2)
+    monkeypatch.setattr(Device, "here", lambda: replace(CPU, type="cuda", count=2))
     with pytest.raises(ConfigError, match=r"parallel 1,8 .*8 devices, .*machine .*2$"):
-        run_here(small_grid(parallel=["1,8"]), find_device=lambda: two_gpus)
+        run_here(small_grid(parallel=["1,8"]))
     assert not (tmp_path / "outputs").exists()
 
 
@@ -223,17 +203,19 @@ RUNNER = """
     import io, sys
     from pathlib import Path
     from torchditan.ablation import launch
+    from torchditan.ablation.device import Device
     from stand_ins import CPU
-    from test_runner import quiet, small_grid
-    from torchditan.ablation.launchers import LocalLauncher
+    from test_runner import small_grid
     from torchditan.ablation.runner import run_grid
     from torchditan.config.errors import ConfigError
     folder = Path(sys.argv[1])
     launch.TORCHRUN = (sys.executable, str(folder / "torchrun.py"))
+    Device.here = lambda: CPU
     axes = {"model.patch_size": [2, 4], "training.batch_size": [2, 8, 32, 64]}
+    path = folder / "outputs" / "g"
     try:
-        run_grid(small_grid(**axes), path=folder / "outputs" / "g", launcher=LocalLauncher(), board=quiet,
-                 find_device=lambda: CPU, program=(str(folder / "train.py"),))
+        run_grid(small_grid(**axes), path=path, launcher=launch.LocalLauncher(path), stream=io.StringIO(),
+                 program=(str(folder / "train.py"),))
     except ConfigError as error:
         sys.exit(f"error: {error}")
 """
@@ -288,17 +270,23 @@ def test_a_second_runner_is_refused_in_one_line_and_the_first_goes_on(tmp_path: 
 class StandInExecutor:
     """submitit's AutoExecutor, which runs a job in this process when it is asked for the result."""
 
-    def __init__(self, *, lost: str = "") -> None:
-        self.lost = lost
+    lost = refused = ""
+    submitted: list[dict[str, Any]]
+
+    def __init__(self, *, folder: Path, cluster: str) -> None:
+        assert (folder.name, cluster) == ("slurm", "slurm")
         self.parameters: dict[str, Any] = {}
-        self.submitted: list[tuple[str, dict[str, Any]]] = []
+        self.submitted = []
 
     def update_parameters(self, **parameters: Any) -> None:
         self.parameters |= parameters
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> StandInJob:
-        self.submitted.append((self.parameters["name"], dict(self.parameters)))
-        return StandInJob(lambda: function(*arguments), is_lost=self.parameters["name"] == self.lost)
+    def submit(self, function: Callable[[], Any]) -> StandInJob:
+        self.submitted.append(dict(self.parameters))
+        if self.parameters["name"] == self.refused:
+            raise RuntimeError("sbatch: error: QOSMaxSubmitJobPerUserLimit")
+        pickle.dumps(function)
+        return StandInJob(function, is_lost=self.parameters["name"] == self.lost)
 
 
 class StandInJob:
@@ -320,36 +308,30 @@ class StandInJob:
 
 
 def test_slurm_gets_a_job_per_run_with_its_devices_and_a_lost_job_is_an_error(
-    run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+    run_here: RunHere, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("torchditan.ablation.launchers.probe", lambda: CPU)
+    submitit = ModuleType("submitit")
+    submitit.AutoExecutor = StandInExecutor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "submitit", submitit)
     grid = small_grid(**{"parallel": ["1,2", "2,1"], "training.batch_size": [8, 32, 64]})
-    lost = "debugmodel_bs8_ps2_actnone_cfalse_dfloat32_p2,1"
-    executor = StandInExecutor(lost=lost)
-    launcher = SlurmLauncher(executor, parameters={"slurm_partition": "gpu"}, max_parallel=4)
-    rows = run_here(grid, launcher=launcher, find_device=None, poll_s=0.01)
-    assert statuses(rows) == [
-        (8, "completed"),
-        (32, "oom"),
-        (64, "skipped"),
-        (8, "error"),
-        (32, "oom"),
-        (64, "skipped"),
-    ]
-    assert rows[3]["reason"] == "slurm job 7_0: NODE_FAIL"
-    assert [name for name, _ in executor.submitted] == [rows[at]["run_name"] for at in (0, 3, 1, 4)]
+    launcher = SlurmLauncher(tmp_path / "g", parameters={"slurm_partition": "gpu"}, max_parallel=4)
+    launcher.executor.lost = "debugmodel_bs8_ps2_actnone_cfalse_dfloat32_p2,1"
+    launcher.executor.refused = "debugmodel_bs64_ps2_actnone_cfalse_dfloat32_p2,1"
+    rows = run_here(replace(grid, exclude=[{"parallel": "2,1", "training.batch_size": 32}]), launcher=launcher)
+    found = [(8, "completed"), (32, "oom"), (64, "skipped"), (8, "error"), (64, "error")]
+    assert statuses(rows) == found
+    assert rows[3]["reason"] == "job 7_0: NODE_FAIL"
+    assert rows[4]["reason"] == "not submitted: sbatch: error: QOSMaxSubmitJobPerUserLimit"
+    submitted = launcher.executor.submitted
+    assert [parameters["name"] for parameters in submitted] == [rows[at]["run_name"] for at in (0, 3, 1, 4)]
     wanted = {"gpus_per_node": 2, "nodes": 1, "tasks_per_node": 1, "slurm_partition": "gpu", "timeout_min": 6}
-    assert all(parameters.items() >= wanted.items() for _, parameters in executor.submitted)
+    assert all(parameters.items() >= wanted.items() for parameters in submitted)
 
 
 def test_slurm_without_submitit_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"needs submitit; pip install 'torchditan\[slurm\]'$"):
-        slurm_launcher(tmp_path, parameters={}, max_parallel=1)
-    monkeypatch.setitem(sys.modules, "submitit", ModuleType("submitit"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r'"slurm": .*machine .*sbatch; .*login node .*cluster$'):
-        slurm_launcher(tmp_path, parameters={}, max_parallel=1)
+        SlurmLauncher(tmp_path, parameters={}, max_parallel=1)
 
 
 def rank(number: int, state: str, reason: str | None = None, *, at: float = 0.0, pid: int = 1) -> dict[str, Any]:
@@ -357,47 +339,61 @@ def rank(number: int, state: str, reason: str | None = None, *, at: float = 0.0,
 
 
 @pytest.mark.parametrize(
-    ("ranks", "timeout_s", "log", "verdict"),
+    ("ranks", "exit_code", "log", "verdict"),
     [
-        ([rank(0, "completed"), rank(1, "completed")], None, "", ("completed", None)),
-        ([rank(0, "error", "lost", at=1), rank(1, "oom", "full", at=2)], None, "", ("oom", "rank 1: full")),
-        ([rank(0, "running"), rank(1, "error", "bug")], 9, "", ("error", "rank 1: bug")),
+        ([rank(0, "completed"), rank(1, "completed")], 0, "", ("completed", None)),
+        ([rank(0, "error", "lost", at=1), rank(1, "oom", "full", at=2)], 1, "", ("oom", "rank 1: full")),
+        ([rank(0, "running"), rank(1, "error", "bug")], None, "", ("error", "rank 1: bug")),
         (
             [rank(0, "running"), rank(1, "completed")],
-            9,
+            None,
             "",
-            ("timeout", "not finished after 9 s: 3 step(s) done, rank(s) 0 unfinished"),
+            ("timeout", "not finished after 9 s: 0 step(s) done, rank(s) 0 unfinished"),
         ),
         (
             [],
-            None,
+            1,
             "Traceback\nModuleNotFoundError: No module named 'x'\n  bye\n",
             ("error", "rank(s) 0, 1 exited without reporting an error: ModuleNotFoundError: No module named 'x'"),
         ),
         (
             [rank(0, "error", "RuntimeError: Connection closed by peer"), rank(1, "running", pid=77)],
-            None,
+            1,
             "traceback : Signal 9 (SIGKILL) received by PID 77",
             ("error", "rank 1: ended by SIGKILL, as by the system when memory ran out"),
         ),
         (
             [rank(0, "error", "a bug"), rank(1, "running", pid=77)],
-            None,
+            1,
             "traceback : Signal 9 (SIGKILL) received by PID 77",
             ("error", "rank 0: a bug"),
-        ),
-        (
-            [rank(0, "error", "--nproc_per_node = 8 or more: this machine has 2 GPU(s); must be at most that")],
-            None,
-            "",
-            ("skipped", "--nproc_per_node = 8 or more: this machine has 2 GPU(s); must be at most that"),
         ),
     ],
 )
 def test_the_verdict_of_the_ranks(
-    ranks: list[dict[str, Any]], timeout_s: float | None, log: str, verdict: tuple[str, str | None]
+    ranks: list[dict[str, Any]], exit_code: int | None, log: str, verdict: tuple[str, str | None], tmp_path: Path
 ) -> None:
-    assert judge(ranks, num_ranks=2, timeout_s=timeout_s, num_steps=3, log=log) == verdict
+    job = Job((), tmp_path, num_ranks=2, timeout_s=9)
+    assert judge(job, ranks, exit_code=exit_code, log=log) == verdict
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"),
+    [
+        ("print('done')", ("completed", None)),
+        ("print('before'); raise ValueError('no kernel')", ("error", "exit code 1: ValueError: no kernel")),
+        ("import os; os.kill(os.getpid(), 9)", ("error", "SIGKILL: no output")),
+        (
+            "import subprocess, sys; subprocess.run(['sleep', '60'])",
+            ("timeout", "not finished after 1 s: 0 step(s) done, rank(s) 0 unfinished"),
+        ),
+    ],
+)
+def test_the_verdict_of_a_program_that_reports_nothing(code: str, verdict: tuple[str, str], tmp_path: Path) -> None:
+    job = Job(("-c", code), tmp_path / "job", timeout_s=1 if verdict[0] == "timeout" else 60)
+    outcome = execute(job)
+    assert (outcome.status, outcome.reason) == verdict
+    assert processes_of(job.ranks) == []
 
 
 def test_a_rank_writes_only_where_a_launcher_asked_and_its_first_end_stands(
@@ -440,10 +436,10 @@ def test_a_launch_inherits_nothing_of_an_outer_torchrun(tmp_path: Path, monkeypa
     outer = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     for name in (*outer, "ROLE_NAME", "TORCHELASTIC_RUN_ID", "MY_RANK"):
         monkeypatch.setenv(name, "1")
-    made = environment(tmp_path)
+    made = Job((), tmp_path).environment()
     assert not {*outer, "ROLE_NAME", "TORCHELASTIC_RUN_ID"} & made.keys()
     assert made["MY_RANK"] == "1"
-    assert made[RANKS_VARIABLE] == str(tmp_path)
+    assert made[RANKS_VARIABLE] == str(tmp_path / "ranks")
 
 
 def test_a_real_grid_has_a_ledger_and_a_report(
@@ -453,7 +449,7 @@ def test_a_real_grid_has_a_ledger_and_a_report(
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     grid, path = small_grid(parallel=["1,1"]), tmp_path / "g"
-    rows = run_grid(grid, path=path, launcher=LocalLauncher(), find_device=lambda: CPU, board=quiet)
+    rows = run_grid(grid, path=path, launcher=LocalLauncher(path), stream=io.StringIO())
     assert statuses(rows) == [(8, "completed"), (16, "completed")], [row["reason"] for row in rows]
     assert all(row["images_per_second_mean"] > 0 and math.isfinite(row["loss_last"]) for row in rows)
     assert read_ledger(path, axes=grid.columns) == rows
@@ -505,8 +501,9 @@ def test_real_runs_that_run_out_of_memory_crash_and_hang_leave_the_other_rows_ri
 
 
 def real_runs(grid: Grid, folder: Path) -> Table:
-    settings: dict[str, Any] = {"launcher": LocalLauncher(), "find_device": lambda: CPU, "board": quiet}
-    return run_grid(grid, path=folder / grid.name, program=(str(folder / "faults.py"),), **settings)
+    path = folder / grid.name
+    program = (str(folder / "faults.py"),)
+    return run_grid(grid, path=path, program=program, launcher=LocalLauncher(path), stream=io.StringIO())
 
 
 def test_a_launch_that_cannot_start_is_a_row_like_any_other(run_here: RunHere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,8 +514,8 @@ def test_a_launch_that_cannot_start_is_a_row_like_any_other(run_here: RunHere, m
 
 
 def test_executing_a_job_ends_it_when_the_runner_is_interrupted(tmp_path: Path, train_script: Path) -> None:
-    run = small_grid(**{"model.patch_size": [8]}).runs()[0]
-    job: Job = maker_of(small_grid(), tmp_path / "g", program=(str(train_script),)).job(run)
+    grid = small_grid(**{"model.patch_size": [8]})
+    job = Maker(grid, tmp_path / "g", (str(train_script),)).job(grid.runs()[0])
     ticks = iter(range(1000))
 
     def interrupt() -> None:
@@ -527,4 +524,4 @@ def test_executing_a_job_ends_it_when_the_runner_is_interrupted(tmp_path: Path, 
 
     with pytest.raises(KeyboardInterrupt):
         execute(job, on_tick=interrupt)
-    assert processes_of(job.folder / "ranks") == []
+    assert processes_of(job.ranks) == []

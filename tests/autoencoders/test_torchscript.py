@@ -69,7 +69,9 @@ def test_torchscript_runs_only_if_the_user_names_it(latents: Path, name: str, ru
     assert list(Path("runs/run/samples").glob("*.png")), "of latent channels"
     with pytest.raises(ConfigError, match=r"--autoencoder\.path"):
         load("runs/run").sample(classes=[1])
-    assert load("runs/run").generate([1], samples_per_label=1, seed=0, batch_size=1).shape == (1, 1, 4, 4, 4)
+    trained = load("runs/run")
+    latents = trained.generate_rows(trained.rows(classes=[1]), samples_per_row=1, seed=0, batch_size=1)
+    assert latents.shape == (1, 1, 4, 4, 4)
     assert "--autoencoder.path" in run_script("torchditan", "evaluate", "runs/run", "--num_samples=4").err
     shared = run_script("torchditan", "share", "runs/run", "shared")
     assert shared.code == 0 and not Path("shared/samples.png").exists(), shared.err

@@ -186,7 +186,7 @@ def test_a_job_stores_no_number_that_older_versions_do_not_read(
     precision: str, tmp_path: Path, run_script: RunScript
 ) -> None:
     """They read these keys, refuse others, and take 0 for those that are missing."""
-    flags = [f"--training.mixed_precision_param={precision}", "--training.loss_spike_factor=3", "--training.steps=1"]
+    flags = [f"--training.mixed_precision_param={precision}", "--training.steps=1"]
     assert run_script("train.py", *SMALL, *flags).code == 0
     stored = json.loads((tmp_path / "outputs/run/checkpoint/step-00000001/progress.json").read_text())
     of_precision = {"loss_scale", "loss_scale_steps"} if precision == "float16" else set()

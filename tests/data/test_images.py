@@ -16,6 +16,7 @@ from PIL import Image, features
 from PIL.PngImagePlugin import PngInfo
 
 from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.datasets import images
 from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, UnreadableError, load_sample, open_picture
 
 RAMP = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3) * 3
@@ -307,6 +308,13 @@ def test_suffixes_are_those_that_can_be_read_here() -> None:
     assert {".heic", ".jfif", ".jpe", ".mpo", ".png"} <= IMAGE_SUFFIXES
     assert (".avif" in IMAGE_SUFFIXES) == features.check("avif") != (".avif" in HOW_TO_READ)
     assert ".heic" not in HOW_TO_READ and ".eps" not in IMAGE_SUFFIXES
+
+
+def test_a_picture_names_the_library_that_reads_it_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_FORMATS", ("JPEG",))
+    monkeypatch.setitem(HOW_TO_READ, ".heic", "pip install x")
+    with pytest.raises(UnreadableError, match="pip install x"), open_picture(b"\0\0\0\x18ftypheic" + bytes(30)):
+        pass
 
 
 class Refusing(io.BytesIO):

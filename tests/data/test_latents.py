@@ -163,7 +163,6 @@ def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path) -> None
             horizontal_flip=None,
             corrupt_images="error",
             num_workers=num_workers,
-            prefetch_factor=2,
             pin_memory=False,
         )
         batches = stream.batches(0)

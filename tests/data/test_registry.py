@@ -70,7 +70,6 @@ def batch_of(dataset: Any, *, num_workers: int = 0) -> Batch:
         horizontal_flip=None,
         corrupt_images="error",
         num_workers=num_workers,
-        prefetch_factor=1,
         pin_memory=False,
     )
     return next(iter(stream.batches(0)))[0]

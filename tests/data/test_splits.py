@@ -17,6 +17,7 @@ from refusals import refused
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
+from torchditan.datasets.images import HOW_TO_READ
 from torchditan.datasets.splits import part_of, part_of_file
 
 
@@ -53,7 +54,7 @@ def greys(dataset: Any) -> list[int]:
         ("train", ["train", "Training", "TRAIN", "train2017", "training_set", "train_images"]),
         ("validation", ["val", "valid", "Validation", "dev", "EVAL", "val2017", "validation_set"]),
         ("test", ["test", "Testing", "test_set", "test-2"]),
-        (None, ["trains", "test tube", "evaluate", "devices", "valley", "data"]),
+        (None, ["trains", "test tube", "evaluate", "my_train", "devices", "valley", "data"]),
     ],
 )
 def test_folders_named_after_splits(part: str | None, names: list[str]) -> None:
@@ -83,6 +84,13 @@ SPLIT_FOLDERS: list[tuple[str, str, str, str]] = [
     ("cat/0 dog/0 test/cat/0", "cat/0 dog/0", "", "cat dog"),
     ("cat/0 dog/0 test/0", "cat/0 dog/0", "", "cat dog"),
     ("Anna/0 Dev/0 Maria/0", "Anna/0 Dev/0 Maria/0", "", "Anna Dev Maria"),
+    ("seg_train/seg_train/cat/0 seg_train/seg_train/dog/0 seg_test/seg_test/cat/0 seg_pred/0",
+     "seg_train/seg_train/cat/0 seg_train/seg_train/dog/0", "", "cat dog"),
+    ("training_set/training_set/cat/0 training_set/training_set/dog/0 validation_set/validation_set/cat/0",
+     "training_set/training_set/cat/0 training_set/training_set/dog/0", "validation_set/validation_set/cat/0",
+     "cat dog"),
+    ("train/cat/0 train/test/0 test/cat/0 test/test/0", "train/cat/0 train/test/0", "", "cat test"),
+    ("bullet_train/0 plane/0", "bullet_train/0 plane/0", "", "bullet_train plane"),
     ("plane/0 train/0", "plane/0 train/0", "", "plane train"),
     ("train/cat/0 val/cat/0 scripts/x/0 __MACOSX/train/cat/0 train/@eaDir/0 train/cat/._0", "train/cat/0", "val/cat/0",
      "cat"),
@@ -242,13 +250,15 @@ PLAIN = pictures("0.png", "1.png")
         {**PLAIN, "0.json": '{"text": "grey, 0"}', "1.json": '\ufeff{"text": "grey, 1", "width": 4}'},
         {**PLAIN, "metadata.csv": CSV},
         {**PLAIN, "metadata.csv": "\ufeff" + CSV},
+        {**PLAIN, "metadata.csv": 'file_name,text,repeats\n0.png,"grey, 0",1\n1.png,"grey, 1",1\n'},
+        {"0.tar": tar({**PLAIN, "0.caption": "grey, 0", "1.json": '{"text": "grey, 1"}'})},
         {f"train/{name}": content for name, content in {**PLAIN, "metadata.jsonl": LINES}.items()},
         {
             **pictures("deep/0.png", "deep/1.png"),
             "metadata.csv": CSV.replace("\n0", "\ndeep\\0").replace("\n1", "\ndeep/1"),
         },
     ],
-    ids=["caption", "json", "csv", "csv_bom", "below", "backslash"],
+    ids=["caption", "json", "csv", "csv_bom", "csv_repeats", "tar", "below", "backslash"],
 )
 def test_captions_of_other_tools(files: Files, tmp_path: Path) -> None:
     dataset = opened(write(tmp_path, files), "captions", trigger_word="sks")
@@ -295,12 +305,35 @@ def test_files_that_may_hold_captions_are_named_where_captions_are_missing(name:
     assert any("1 of 2 images" in line and "sks" in line for line in dataset.reading)
 
 
+def test_members_of_tars_that_may_hold_captions_are_named_where_captions_are_missing(tmp_path: Path) -> None:
+    write(tmp_path, {"a.tar": tar({**PLAIN, "1.txt": "a", "0.json": '{"prompt": "b"}'}), "notes.md": ""})
+    with refused(f'dataset.root_dir = "{tmp_path}"', "0.json"):
+        opened(tmp_path, "captions", trigger_word="sks")
+    write(tmp_path, {"a.tar": tar({**PLAIN, "1.txt": "a"})})
+    dataset = opened(tmp_path, "captions", trigger_word="sks")
+    assert dataset.captions == ["sks", "sks, a"]
+    assert [line for line in dataset.reading if "not read" in line] == ["not read: 1 .md"]
+
+
 def test_a_held_out_image_without_a_caption_is_refused(tmp_path: Path) -> None:
     files = pictures(*(f"{n:02}.png" for n in range(20)), captions=True)
     held_out = opened(write(tmp_path, files), "captions", "validation")
     (tmp_path / held_out.name_of(0)).with_suffix(".txt").unlink()
     with refused(f'dataset.root_dir = "{tmp_path}"', held_out.name_of(0)):
         opened(tmp_path, "captions")
+
+
+def test_images_that_need_another_library_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HOW_TO_READ, ".xyz", "pip install xyz")
+    files = {**pictures("0.png", "1.png", captions=True), "1.xyz": "", "2.xyz": "", "2.txt": "a", "2.cls": "0"}
+    write(tmp_path / "a", {name: content for name, content in files.items() if name != "2.cls"})
+    write(tmp_path / "b", {"0.tar": tar(files)})
+    for folder in "ab":
+        dataset = opened(tmp_path / folder, "captions")
+        assert dataset.captions == ["grey 0", "grey 1"]
+        assert any("2 .xyz (pip install xyz)" in line for line in dataset.reading)
+    damages = [opened(tmp_path / "b", "webdataset", split).samples.damages for split in ("train", "validation")]
+    assert "pip install xyz" in [reason for found in damages for reason in found.values()]
 
 
 def test_two_captions_of_one_image_that_differ_are_refused(tmp_path: Path) -> None:

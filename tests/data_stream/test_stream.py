@@ -52,7 +52,6 @@ def read(
         "horizontal_flip": None,
         "corrupt_images": "error",
         "num_workers": 0,
-        "prefetch_factor": 2,
         "pin_memory": False,
     }
     stream = TrainingStream(dataset or Numbers(), plan=plan, **{**settings, **options})

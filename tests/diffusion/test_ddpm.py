@@ -20,7 +20,8 @@ from torchditan.config.options import Sampling
 from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood
 from torchditan.diffusion.noise_schedules import spaced_levels
 from torchditan.diffusion.samplers import guided_prediction
-from torchditan.evaluation.sampler import SamplePlan, Sampler
+from torchditan.evaluation.drawing import Drawing, SampleRows
+from torchditan.evaluation.sampler import Sampler
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import Randomness
 
@@ -342,12 +343,12 @@ def test_guidance_leaves_the_learned_variance_alone() -> None:
     assert channels(7) == [guided] * 4 + [1] * 4
 
 
-def drawn(model: nn.Module, sampling: Sampling, noise_numbers: list[int], *, learn_sigma: bool = False) -> torch.Tensor:
+def drawn(model: nn.Module, sampling: Sampling, numbers: list[int], *, learn_sigma: bool = False) -> torch.Tensor:
+    """These samples of 6, three of each of two rows."""
     spec: Any = SimpleNamespace(conditioning=ClassLabels(10), sample_shape=(1, 4, 4))
-    sampler = Sampler(spec, ddpm(learn_sigma=learn_sigma), sampling, torch.device("cpu"))
-    rows = torch.zeros(len(noise_numbers), dtype=torch.int64)
-    plan = SamplePlan(noise_numbers, {"class_label": torch.zeros(1, dtype=torch.int64)}, rows)
-    return sampler.draw_batch(model, plan, range(len(plan)), seed=7, advance=lambda number: None)
+    sampler = Sampler(spec, ddpm(learn_sigma=learn_sigma), torch.device("cpu"))
+    rows = SampleRows.of_classes([0, 1], class_names=["a", "b"])
+    return sampler.draw_batch(model, Drawing(rows, rows.each(3), sampling, seed=7), numbers)
 
 
 class Waves(nn.Module):
@@ -367,8 +368,8 @@ class Waves(nn.Module):
 
 def test_a_sample_depends_on_its_number_and_not_on_its_batch() -> None:
     sampling = Sampling(sampler="ancestral", num_steps=5, guidance_scale=1.0)
-    together = drawn(Waves(), sampling, [4, 5, 1 << 32], learn_sigma=True)
-    apart = [drawn(Waves(), sampling, numbers, learn_sigma=True) for numbers in ([1 << 32], [5, 4])]
+    together = drawn(Waves(), sampling, [1, 2, 3], learn_sigma=True)
+    apart = [drawn(Waves(), sampling, numbers, learn_sigma=True) for numbers in ([3], [2, 1])]
     assert torch.equal(together, torch.cat([apart[1].flip(0), apart[0]]))
     assert len({sample.sum().item() for sample in together}) == 3
 
@@ -382,8 +383,9 @@ def test_the_noise_of_the_steps_differs_from_step_to_step() -> None:
             return noise
 
     spec: Any = SimpleNamespace(conditioning=Unconditional(), sample_shape=(1, 64, 64))
-    sampler = Sampler(spec, Recording(**vars(ddpm())), Sampling(), torch.device("cpu"))
-    sampler.draw_batch(nn.Identity(), SamplePlan([3]), [0], seed=0, advance=lambda number: None)
+    sampler = Sampler(spec, Recording(**vars(ddpm())), torch.device("cpu"))
+    rows = SampleRows.of_classes([0], class_names=[])
+    sampler.draw_batch(nn.Identity(), Drawing(rows, rows.each(1), Sampling(), seed=0), [0])
     start, first, second, again = seen
     assert torch.equal(first, again)
     assert all((a * b).mean().abs() < 0.05 for a, b in itertools.combinations((start, first, second), 2))

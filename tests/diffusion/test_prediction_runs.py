@@ -17,7 +17,7 @@ from torchditan.weights.trained_model import load
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript, Train
 
-OPTIONS = ["--diffusion.prediction=x", "--diffusion.loss_weighting=min_snr", "--diffusion.timestep_shift_base=16"]
+OPTIONS = ["--diffusion.prediction=x", "--diffusion.loss_weighting=min_snr", "--diffusion.timestep_shift=2"]
 DRAW = ["--sampling.num_steps=4", "--sampling.max_classes=2", "--sampling.images_per_class=2"]
 
 
@@ -36,7 +36,7 @@ def test_a_run_resumes_to_the_bit_samples_is_exported_imported_and_continued(
     assert curve(whole) == curve(resumed)
     assert_same_state(whole, resumed, step=4)
 
-    assert read_config(whole)["config"]["diffusion"]["timestep_shift"] == 2.0  # sqrt(64 / 16)
+    assert read_config(whole)["config"]["diffusion"]["timestep_shift"] == 2.0
     objective = load(whole).objective
     assert (objective.prediction, objective.timesteps.shift) == ("x", 2.0)  # type: ignore[attr-defined]
     assert run_script("torchditan", "generate", whole, f"--out={tmp_path / 'grid.png'}").code == 0

@@ -101,7 +101,7 @@ def test_a_nan_changes_no_weight_although_the_fused_kernels_of_mps_ignore_found_
 
 
 def test_spikes_timesteps_and_random_numbers_need_no_float64_on_mps(gpu: AppleGpu) -> None:
-    spikes = LossSpikes(3.0, MPS)
+    spikes = LossSpikes(MPS)
     verdicts = [spikes.judge(torch.tensor(loss).to(MPS)).item() for loss in [1.0] * 25 + [9.0]]
     assert verdicts == [False] * 25 + [True]
     cpu = draw(0, range(4), (1, 2, 2))

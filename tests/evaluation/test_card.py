@@ -28,14 +28,12 @@ from torchditan.diffusion.timesteps import Timesteps
 from torchditan.evaluation.card import (
     Card,
     ImageSet,
-    Origin,
+    about_run,
     arguments_of,
     card_figure,
     card_figures,
     environment_of,
-    origin_of_run,
     read_card,
-    sampling_settings,
     settings_of,
 )
 from torchditan.evaluation.card_tables import (
@@ -45,8 +43,9 @@ from torchditan.evaluation.card_tables import (
     table,
     write_card,
 )
+from torchditan.evaluation.drawing import Drawing, SampleRows, sampling_settings
 from torchditan.evaluation.metric import Figure
-from torchditan.evaluation.sampler import Sampler, SampleRows
+from torchditan.evaluation.sampler import Sampler
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
 from torchditan.run.reading import read_config
 
@@ -289,9 +288,8 @@ def test_the_arguments_of_a_card_give_the_same_arguments_and_sampling() -> None:
 @pytest.mark.parametrize("run", [None, "my runs/a"])
 def test_a_card_of_a_file_of_images_repeats_with_the_run_whose_images_were_its_reference(run: str | None) -> None:
     samples = ImageSet(source="file", path="samples.npz", num_images=2600, content="9" * 64)
-    nothing = {part.name: getattr(Origin(), part.name) for part in dataclasses.fields(Origin)}
-    of_file = card(**{**nothing, "images": samples, "reference_run": run, "class_balance": None})
-    of_file = dataclasses.replace(of_file, rounding=None, batch_size=None, seeds=[1])
+    nothing = {"run": None, "step": None, "weights": None, "sampling": {}, "rounding": None, "batch_size": None}
+    of_file = card(**{**nothing, "images": samples, "reference_run": run, "class_balance": None, "seeds": [1]})
     if run is None:
         of_file = dataclasses.replace(of_file, reference=ImageSet(source="file", path="real.npz"))
     args, flags = evaluate.parse(arguments_of(of_file))
@@ -316,46 +314,32 @@ def stored_run(folder: Path, config: Config, **changes: Any) -> Path:
     return folder
 
 
-def origin(run: Path, config: Config) -> Origin:
-    facts: dict[str, Any] = {"step": 3, "images_seen": 12, "weights": "ema"}
-    return origin_of_run(run, config, read_config(run), **facts, model_parameters=7, model_evaluations=100)
+def card_of(run: Path, config: Config) -> Card:
+    return card(**{**NOT_MEASURED, **about_run(run, config, read_config(run), weights="ema", step=3)})
+
+
+NOT_MEASURED = {"ema_decay": None, "ema_width": None, "training_hardware": None, "training_seed": None}
 
 
 def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:
     config = Config().replace({"dataset.fingerprint": "folder-1", "training.seed": 4, "ema.decay": 0.99})
     run = stored_run(tmp_path / "run", config)
-    found = origin(run, override(config, ["--sampling.num_steps=5"], sections=("sampling",)))
+    found = card_of(run, config)
     assert (found.run, found.run_id, found.training_commit) == (str(run), "12ab34cd", "b" * 40)
     assert (found.training_hardware, found.training_versions) == ("8 x H100", {"torch": "2.13.0"})
     assert (found.training_seed, found.ema_decay, found.weights) == (4, 0.99, "ema")
     assert found.data is not None
     assert (found.data.name, found.data.fingerprint) == ("digits", "folder-1")
-    assert found.sampling == {
-        "sampler": "euler",
-        "num_steps": 5,
-        "spacing": "trailing",
-        "clip_sample": None,
-        "timestep_shift": None,
-        "guidance_scale": 2.0,
-        "guidance_interval": [0.0, 1.0],
-        "guidance_channels": None,
-        "negative_prompt": "",
-    }
     assert found.paths == {}
     assert found.training_precision == "bfloat16"
-    whole = {**{part.name: getattr(card(), part.name) for part in dataclasses.fields(Card)}, **vars(found)}
-    assert read_back(tmp_path, Card(**{**whole, **environment_of(torch.device("cpu"))})).run_id == "12ab34cd"
-
-
-def read_back(folder: Path, written: Card) -> Card:
-    write_card(folder, written)
-    assert read_card(folder) == written
-    return written
+    written = dataclasses.replace(found, **environment_of(torch.device("cpu")))
+    write_card(tmp_path / "card", written)
+    assert read_card(tmp_path / "card") == written
 
 
 def test_a_card_says_the_precision_of_products_in_training_and_drawing(tmp_path: Path) -> None:
     low = Config().replace({"training.mixed_precision_param": "float32", "training.float32_matmul_precision": "medium"})
-    assert origin(stored_run(tmp_path / "run", low), low).training_precision == "float32, products medium"
+    assert card_of(stored_run(tmp_path / "run", low), low).training_precision == "float32, products medium"
     assert environment_of(torch.device("cpu"))["precision"] == "float32"
     torch.set_float32_matmul_precision("high")
     try:
@@ -369,20 +353,20 @@ def test_paths_that_replaced_the_runs_own_are_part_of_the_card(tmp_path: Path) -
     config = Config().replace({"autoencoder.name": "haar", "autoencoder.path": "stored"})
     run = stored_run(tmp_path / "run", config)
     moved = {"autoencoder.path": "given", "dataset.root_dir": "moved"}
-    assert origin(run, config).paths == {}
-    assert origin(run, config.replace(moved)).paths == moved
+    assert card_of(run, config).paths == {}
+    assert card_of(run, config.replace(moved)).paths == moved
 
 
 def test_a_run_imported_from_weights_has_a_card(tmp_path: Path) -> None:
     run = stored_run(tmp_path / "run", Config(), hardware=None, versions=None, git_commit=None)
-    assert origin(run, Config()).training_hardware is None
+    assert card_of(run, Config()).training_hardware is None
 
 
 def test_a_card_has_the_width_of_the_average_in_place_of_its_decay(tmp_path: Path) -> None:
     config = Config().replace({"ema.width": 0.075})
-    found = origin(stored_run(tmp_path / "run", config), config)
+    found = card_of(stored_run(tmp_path / "run", config), config)
     assert (found.ema_decay, found.ema_width) == (None, 0.075)
-    text = markdown(card(**{**vars(found), "run_id": "12ab34cd"}))
+    text = markdown(found)
     assert re.search(r"\| ema_width +\| 0.075 +\|", text) and "ema_decay" not in text
 
 
@@ -425,7 +409,7 @@ def test_model_evaluations_are_the_forward_passes_of_a_sample(
     if sampler == "ddim":
         objective = build_objective(Diffusion(objective="ddpm"), spec_of(conditioning))
     model = Counter()
-    sampler = Sampler(spec_of(conditioning), objective, sampling, torch.device("cpu"))
+    sampler = Sampler(spec_of(conditioning), objective, torch.device("cpu"))
     rows = SampleRows.of_classes([0], class_names=[] if isinstance(conditioning, Unconditional) else ["a"])
-    sampler.draw_batch(model, rows.plan(1), [0], seed=0, advance=lambda number: None)
-    assert sampler.evaluations_per_sample() == model.count
+    sampler.draw_batch(model, Drawing(rows, rows.each(1), sampling, seed=0), [0])
+    assert sampler.evaluations_per_sample(sampling) == model.count

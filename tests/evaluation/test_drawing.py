@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,9 @@ from torch import Tensor, nn
 
 from torchditan.config import options
 from torchditan.distributed.parallelize import parallelize
-from torchditan.evaluation.drawing import draw_pictures, plan_samples
+from torchditan.evaluation.drawing import Drawing, SampleRows, order_of_classes
 from torchditan.evaluation.metric import Pictures
-from torchditan.evaluation.sample_parts import SampleParts
-from torchditan.evaluation.sampler import SamplePlan, SampleRows
+from torchditan.evaluation.sample_parts import SampleParts, draw_pictures
 from torchditan.models import build_model_spec
 from torchditan.supervision.exit_status import verdict_of
 from torchditan.weights.trained_model import TrainedModel
@@ -37,9 +37,18 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 3
-SETTINGS = {"run": "outputs/a run", "step": 7, "guidance_interval": (0.0, 1.0)}
-PLAN = plan_samples(10, num_classes=NUM_CLASSES, class_balance="data", class_counts=[5, 3, 1], seed=5)
 BATCH_SIZE = 4
+
+
+def of_classes(num_samples: int, class_balance: Any = "data", *, num_classes: int = NUM_CLASSES) -> Drawing:
+    rows = SampleRows.of_classes(range(max(1, num_classes)), class_names=["a", "b", "c"][:num_classes])
+    order = order_of_classes(
+        num_samples, num_classes=num_classes, class_balance=class_balance, class_counts=[5, 3, 1], seed=5
+    )
+    return Drawing(rows, order, options.Sampling(num_steps=2), seed=5, model="a run", step=7, weights="ema")
+
+
+DRAWING = of_classes(10)
 
 
 def trained_model(*, channels: int = 1, **sections: Any) -> TrainedModel:
@@ -82,37 +91,36 @@ def draw(
     trained: TrainedModel,
     parts: SampleParts | None = None,
     *,
-    plan: SamplePlan = PLAN,
+    drawing: Drawing = DRAWING,
     batch_size: int = BATCH_SIZE,
     model: nn.Module | None = None,
 ) -> Iterator[Pictures]:
     return draw_pictures(
         trained.sampler,
         model or trained.model,
-        plan,
-        seed=5,
+        drawing,
         batch_size=batch_size,
         to_pixels=trained.to_pixels,
         parts=parts,
     )
 
 
-def parts_in(folder: Path, plan: SamplePlan = PLAN, *, seed: int = 5, **settings: Any) -> SampleParts:
-    return SampleParts(folder / "parts", plan, seed=seed, settings={**SETTINGS, **settings})
+def parts_in(folder: Path, drawing: Drawing = DRAWING) -> SampleParts:
+    return SampleParts(folder / "parts" / drawing.digest()[:12], len(drawing))
 
 
-def in_order(batches: Sequence[Pictures], plan: SamplePlan = PLAN) -> Tensor:
+def in_order(batches: Sequence[Pictures], drawing: Drawing = DRAWING) -> Tensor:
     """The images of all samples, after a check that each came once, with its label."""
     numbers = torch.cat([pictures.numbers for pictures in batches])
-    assert sorted(numbers.tolist()) == list(range(len(plan)))
+    assert sorted(numbers.tolist()) == list(range(len(drawing)))
     for pictures in batches:
         assert pictures.source == "generated"
         assert pictures.images.dtype == torch.uint8
-        if plan.labels is None:
+        if drawing.labels is None:
             assert pictures.labels is None
         else:
             assert pictures.labels is not None
-            assert torch.equal(pictures.labels, plan.labels[pictures.numbers])
+            assert torch.equal(pictures.labels, drawing.labels[pictures.numbers])
     return torch.cat([pictures.images for pictures in batches])[numbers.argsort()]
 
 
@@ -132,10 +140,8 @@ def counts(labels: Tensor) -> list[int]:
 
 
 def of_4_classes(num_samples: int, class_balance: Any, seed: int = 0) -> Tensor:
-    plan = plan_samples(num_samples, num_classes=4, class_balance=class_balance, class_counts=[10, 5, 0, 1], seed=seed)
-    assert plan.labels is not None
-    assert plan.labels.dtype == torch.int64
-    return plan.labels
+    counts = [10, 5, 0, 1]
+    return order_of_classes(num_samples, num_classes=4, class_balance=class_balance, class_counts=counts, seed=seed)
 
 
 def test_each_class_has_its_share_by_largest_remainder() -> None:
@@ -157,9 +163,8 @@ def test_the_seed_chooses_classes_and_order() -> None:
 @pytest.mark.parametrize("balance", ["data", "balanced", "random"])
 def test_consecutive_samples_have_random_classes(balance: Any) -> None:
     """As in ADM's evaluator, whose Inception Score would be higher if each split had the same class counts."""
-    plan = plan_samples(20_000, num_classes=50, class_balance=balance, class_counts=[1] * 50, seed=2)
-    assert plan.labels is not None
-    per_split = torch.stack([split.bincount(minlength=50) for split in plan.labels.split(1000)]).double()
+    order = order_of_classes(20_000, num_classes=50, class_balance=balance, class_counts=[1] * 50, seed=2)
+    per_split = torch.stack([split.bincount(minlength=50) for split in order.split(1000)]).double()
     assert per_split.mean() == 20
     assert 0.85 < per_split.var() / (1000 * 0.02 * 0.98) < 1.15, "the variance of multinomial counts"
 
@@ -171,41 +176,38 @@ def test_random_classes_are_uniform_and_do_not_depend_on_the_number_of_samples()
 
 
 def test_noise_is_that_of_the_number_within_the_class() -> None:
-    assert PLAN.labels is not None
-    expected = []
-    for place, label in enumerate(PLAN.labels.tolist()):
-        expected.append(label * 2**32 + PLAN.labels[:place].tolist().count(label))
-    assert PLAN.noise_numbers == expected
-    plan = plan_samples(3, num_classes=0, class_balance="data", class_counts=None, seed=0)
-    assert plan.labels is None
-    assert plan.noise_numbers == [0, 1, 2]
+    labels = DRAWING.order.tolist()
+    expected = [label * 2**32 + labels[:place].count(label) for place, label in enumerate(labels)]
+    assert DRAWING.noise_numbers == expected
+    assert DRAWING.labels is not None and torch.equal(DRAWING.labels, DRAWING.order)
+    without = of_classes(3, num_classes=0)
+    assert without.labels is None and without.noise_numbers == [0, 1, 2]
 
 
-def test_a_plan_that_cannot_be_made_names_its_option() -> None:
+def test_unknown_numbers_of_images_name_the_option() -> None:
     with refused('--class_balance = "data"', "balanced", "random"):
-        plan_samples(9, num_classes=3, class_balance="data", class_counts=None, seed=0)
+        order_of_classes(9, num_classes=3, class_balance="data", class_counts=None, seed=0)
 
 
 def test_samples_are_those_of_generate(trained: TrainedModel, images: Tensor) -> None:
-    generated = trained.generate([0, 1, 2], samples_per_label=6, seed=5, batch_size=18)  # (3, 6, 1, 8, 8)
-    drawn = [generated[number >> 32, number % 2**32] for number in PLAN.noise_numbers]
+    generated = trained.generate_rows(trained.rows(), samples_per_row=6, seed=5, batch_size=18)  # (3, 6, 1, 8, 8)
+    drawn = [generated[number >> 32, number % 2**32] for number in DRAWING.noise_numbers]
     levels = (torch.stack(drawn).clamp(-1, 1) + 1) * 127.5
     assert levels.std() > 20
     assert (images - levels).abs().max() <= 0.501  # other batches: the last digits differ
 
 
 def test_samples_are_those_of_generate_to_the_byte_in_equal_batches(trained: TrainedModel) -> None:
-    rows = SampleRows.of_classes([0, 1, 2], class_names=trained.class_names)
+    rows = trained.rows()
     (pictures,) = draw_pictures(
         trained.sampler,
         trained.model,
-        rows.plan(2),
-        seed=5,
+        trained.drawing(rows, rows.each(2), seed=5),
         batch_size=6,
         to_pixels=trained.to_pixels,
         rounding="down",
     )
-    generated = trained.generate([0, 1, 2], samples_per_label=2, seed=5, batch_size=6).flatten(0, 1)
+    generated = trained.generate_rows(rows, samples_per_row=2, seed=5, batch_size=6).flatten(0, 1)
     expected = ((generated + 1) * 127.5).clamp(0, 255).to(torch.uint8)  # ADM's image_sample.py
     assert torch.equal(pictures.images, expected)
 
@@ -330,24 +332,8 @@ def test_no_wrong_byte_of_a_part_goes_unnoticed(tmp_path: Path) -> None:
     assert parts.read(range(6, 9)) is None, "fewer images than the name says"
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
-def test_a_part_that_cannot_be_read_is_kept(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_in(tmp_path)
-    parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8))
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", fail)
-        with refused(f"{parts._path(range(2))} cannot be read: {os.strerror(number)}", "kept", "again"):
-            parts.read(range(2))
-    found = parts.read(range(2))
-    assert found is not None and found.all()
-
-
 def test_finished_samples_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    first, second = parts_in(tmp_path, seed=1), parts_in(tmp_path, seed=2)
+    first, second = (parts_in(tmp_path, replace(DRAWING, seed=seed)) for seed in (1, 2))
     for parts in (first, second):
         parts.open()
         parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8))
@@ -366,28 +352,6 @@ def test_finished_samples_are_removed_and_nothing_else(tmp_path: Path) -> None:
     second.remove()
     second.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["card.json"]
-
-
-def test_a_failure_while_removing_leaves_samples_that_can_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = parts_in(tmp_path)
-    parts.open()
-    for first in (0, 2):
-        parts.write(range(first, first + 2), torch.ones(2, 1, 2, 2, dtype=torch.uint8))
-    unlink = Path.unlink
-
-    def fail_at_the_second(path: Path, missing_ok: bool = False) -> None:
-        if len(list(parts.folder.glob("*.npz"))) == 1:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        unlink(path, missing_ok)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", fail_at_the_second)
-        parts.remove()
-    assert len(parts.open()) == 1
-    parts.remove()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_drawing_continues(trained: TrainedModel, images: Tensor, tmp_path: Path) -> None:
@@ -431,13 +395,16 @@ def test_samples_of_other_evaluations_never_mix(trained: TrainedModel, tmp_path:
     parts = parts_in(tmp_path)
     interrupted(trained, parts, MemoryError())
     assert parts_in(tmp_path).open() == [range(4)]
-    fewer = plan_samples(3, num_classes=NUM_CLASSES, class_balance="balanced", class_counts=None, seed=5)
-    others = plan_samples(10, num_classes=NUM_CLASSES, class_balance="random", class_counts=None, seed=6)
-    different = [parts_in(tmp_path, step=8), parts_in(tmp_path, rounding="down"), parts_in(tmp_path, seed=6)]
-    different += [parts_in(tmp_path, fewer), parts_in(tmp_path, others)]
-    different += [parts_in(tmp_path, SamplePlan(list(range(length)))) for length in (10, 11)]  # without classes
-    assert len({one.folder for one in different} - {parts.folder}) == 7
-    assert all(one.open() == [] for one in different)
+    heun = replace(DRAWING.sampling, sampler="heun")
+    different = [replace(DRAWING, **change) for change in ({"step": 8}, {"seed": 6}, {"model": 1}, {"sampling": heun})]
+    different += [of_classes(3, "balanced"), of_classes(10, "random"), of_classes(10, num_classes=0)]
+    prompts = SampleRows(["a", "b"], [0, 1], prompts=["a", "b"])
+    different += [replace(DRAWING, rows=prompts, order=prompts.in_turn(10))]
+    different += [replace(different[-1], rows=replace(prompts, prompts=["a", "c"]))]
+    assert len({one.digest() for one in different} | {DRAWING.digest(), DRAWING.digest("down")}) == 11
+    assert all(parts_in(tmp_path, one).open() == [] for one in different)
+    grid = replace(DRAWING, sampling=replace(DRAWING.sampling, images_per_class=3))
+    assert grid.digest() == DRAWING.digest(), "options that choose rows"
 
 
 def test_an_archive_of_unfinished_samples_is_refused(trained: TrainedModel, tmp_path: Path) -> None:
@@ -448,13 +415,13 @@ def test_an_archive_of_unfinished_samples_is_refused(trained: TrainedModel, tmp_
 
 
 def test_samples_without_classes_are_kept_too(trained: TrainedModel, tmp_path: Path) -> None:
-    plan = plan_samples(5, num_classes=0, class_balance="data", class_counts=None, seed=0)
+    drawing = of_classes(5, num_classes=0)
     spec = build_model_spec(options.Model(flavor="debugmodel", patch_size=4), sample_shape=(1, 8, 8), num_classes=0)
     model = spec.build()
     model.init_weights(0)
     unconditional = TrainedModel(trained.config, spec, model, (1, 8, 8), 0, 7, "ema", CPU)
-    parts = parts_in(tmp_path, plan)
-    drawn, kept = (in_order(list(draw(unconditional, parts, plan=plan)), plan) for _ in range(2))
+    parts = parts_in(tmp_path, drawing)
+    drawn, kept = (in_order(list(draw(unconditional, parts, drawing=drawing)), drawing) for _ in range(2))
     assert torch.equal(drawn, kept)
 
 
@@ -486,8 +453,7 @@ def environment() -> dict[str, str]:
 
 def draw_grid(trained: TrainedModel) -> Tensor:
     """12 samples in 3 rows, (3, 4, 1, 8, 8)."""
-    rows = SampleRows.of_classes([0, 1, 2], class_names=["a", "b", "c"])
-    return trained.sampler.draw_rows(trained.model, rows, samples_per_row=4, seed=5, batch_size=BATCH_SIZE)
+    return trained.generate_rows(trained.rows(), samples_per_row=4, seed=5, batch_size=BATCH_SIZE)
 
 
 def draw_on_this_rank(folder: Path, case: str, trained: TrainedModel, parts: SampleParts | None) -> None:
@@ -536,8 +502,8 @@ if __name__ == "__main__":
 
 
 def test_the_last_classes_may_have_no_image() -> None:
-    plan = plan_samples(10, num_classes=4, class_balance="data", class_counts=[3, 2], seed=0)
-    assert plan.labels is not None and plan.labels.bincount(minlength=4).tolist() == [6, 4, 0, 0]
+    order = order_of_classes(10, num_classes=4, class_balance="data", class_counts=[3, 2], seed=0)
+    assert counts(order) == [6, 4, 0, 0]
 
 
 def test_samples_that_are_not_finite_are_black_and_counted(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,13 +17,13 @@ import torch
 from refusals import assert_refused, refused
 from scipy import ndimage
 
+from torchditan.config.options import Sampling
 from torchditan.datasets.scene_prompts import ATTRIBUTES, NO_SHAPE, ScenePrompts, read_objects, score
 from torchditan.datasets.scenes import AREAS, COLOURS, Object, Scene, coverage, draw_objects, random_grey
 from torchditan.evaluation.card import card_figure, read_card
-from torchditan.evaluation.drawing import plan_prompts
-from torchditan.evaluation.evaluator import Evaluator, RealImages
+from torchditan.evaluation.drawing import Drawing, SampleRows
+from torchditan.evaluation.evaluator import Evaluator
 from torchditan.evaluation.metric import Evaluation, Figure, Pictures, share
-from torchditan.evaluation.sampler import SampleRows
 from torchditan.randomness import generator
 from torchditan.run.reading import read_metrics
 
@@ -214,8 +214,9 @@ def test_prompts_are_of_both_kinds_and_the_first_of_them_do_not_depend_on_their_
 
 
 def test_samples_take_prompts_in_turn_and_start_from_the_noise_of_torchditan_generate() -> None:
-    rows = SampleRows(names=["a", "b"], numbers=[0, 1], tensors={"prompt_embeds": torch.tensor([[1.0], [2.0]])})
-    plan, grid = plan_prompts(5, ["a", "b"], rows), rows.plan(3)
+    tensors = {"prompt_embeds": torch.tensor([[1.0], [2.0]])}
+    rows = SampleRows(names=["a", "b"], numbers=[0, 1], tensors=tensors, prompts=["a", "b"])
+    plan, grid = (Drawing(rows, order, Sampling(), seed=0) for order in (rows.in_turn(5), rows.each(3)))
     assert plan.prompts_of([0, 1, 2, 3, 4]) == ["a", "b", "a", "b", "a"]
     assert plan.conditions_of([3, 4])["prompt_embeds"].tolist() == [[2.0], [1.0]]
     assert plan.noise_numbers == [grid.noise_numbers[place] for place in (0, 3, 1, 4, 2)]
@@ -232,11 +233,10 @@ def test_samples_take_prompts_in_turn_and_start_from_the_noise_of_torchditan_gen
 def test_metrics_of_prompts_and_of_classes_refuse_the_samples_of_the_other(
     metric: str, prompts_of: str | None, mentions: str
 ) -> None:
-    evaluation = Evaluation(class_names=["a"], seed=0)
-    real_images = RealImages({}, to_pixels=lambda samples: samples, has_labels=False)
-    given: dict[str, Any] = {"num_samples": 4, "image_size": (32, 32), "without_labels": None}
+    given: dict[str, Any] = {"num_samples": 4, "image_size": (32, 32), "class_names": ["a"], "seed": 0}
+    given |= {"decode": lambda samples: samples, "device": torch.device("cpu")}
     with refused(f'--metrics = "{metric}"', mentions):
-        Evaluator([metric], evaluation, real_images, prompts_of=prompts_of, **given)
+        Evaluator(None, [metric], {}, prompts_of=prompts_of, **given)
 
 
 def test_a_run_is_evaluated_by_its_prompts(tmp_path: Path, run_script: RunScript) -> None:

@@ -22,8 +22,8 @@ from test_launch import TINY, TRAINER, end_of, environment, processes_in, wait_f
 from torchditan.distributed.process_group import Rank
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import watchdog
-from torchditan.supervision.lost_rank import is_peer_failure, read_process
-from torchditan.supervision.watchdog import Group, RankWatch
+from torchditan.supervision.exit_status import is_peer_failure
+from torchditan.supervision.watchdog import RankWatch
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone
@@ -34,10 +34,11 @@ TIMED_OUT = RuntimeError("Timed out waiting 4000ms for recv operation to complet
 
 
 class Store:
-    """The process group's, without a network."""
+    """The process group's, without a network. Rank 1 of 2 has published where it is."""
 
     def __init__(self) -> None:
         self.records: dict[str, Any] = {}
+        self.process = ("elsewhere", 1)
 
     def clone(self) -> Store:
         return self
@@ -54,14 +55,13 @@ class Store:
     def multi_get(self, keys: list[str]) -> list[str]:
         return [self.get(key) for key in keys]
 
-    def meet(self, records: list[Any], own: Any) -> None:
-        records[:] = [own, self.records["watch/1"]]
+    def meet(self, processes: list[Any], own: Any) -> None:
+        processes[:] = [own, self.process]
 
     def says(self, rank: int, **record: Any) -> None:
         """What `rank` tells the others."""
-        known = {"rank": rank, "host": "elsewhere", "pid": 1, "started": "1", "beat": 1, "time": 0.0}
-        known |= {"step": 7, "place": "forward and backward", "seconds": 6.0, "began": 10, "leaving": None}
-        self.records[f"watch/{rank}"] = {**known, **self.records.get(f"watch/{rank}", {}), **record}
+        known = {"rank": rank, "beat": 1, "step": 7, "place": "forward and backward", "seconds": 6.0, "began": 10}
+        self.records[f"watch/{rank}"] = {**known, "leaving": None, **self.records.get(f"watch/{rank}", {}), **record}
 
 
 MakeWatch = Callable[..., RankWatch]
@@ -69,25 +69,27 @@ MakeWatch = Callable[..., RankWatch]
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Rank 1 of 2 has told where it is; looking for the reason takes moments instead of seconds."""
+    """Looking for the reason takes moments instead of seconds."""
     store = Store()
     store.says(1)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "all_gather_object", store.meet)
-    monkeypatch.setattr(watchdog, "_collectives", lambda: {"0": Group(began=12, completed=12, on_device=False)})
+    monkeypatch.setattr(watchdog, "_collectives", lambda: {("0", False): (12, 12)})
     monkeypatch.setattr(watchdog, "_newest_collective", lambda: "gloo:all_reduce")
     monkeypatch.setattr(watchdog, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
     monkeypatch.setattr(watchdog, "_BEAT_S", 0.01)
     return store
 
 
 @pytest.fixture
-def watch() -> Iterator[MakeWatch]:
+def watch(store: Store, tmp_path: Path) -> Iterator[MakeWatch]:
     """`watch()`: that of rank 0, closed at the end."""
     watches = []
 
-    def make(**options: Any) -> RankWatch:
-        watches.append(RankWatch(Rank(rank=0, local_rank=0, world_size=2), timeout_seconds=5, **options))
+    def make(rank: int = 0, on_lost: Callable[[str], None] = lambda cause: None) -> RankWatch:
+        own = Rank(rank=rank, local_rank=0, world_size=2)
+        watches.append(RankWatch(own, timeout_seconds=5, on_lost=on_lost, folder=tmp_path))
         return watches[-1]
 
     yield make
@@ -99,9 +101,7 @@ def watch() -> Iterator[MakeWatch]:
 def neighbour(store: Store) -> Iterator[subprocess.Popen[bytes]]:
     """A process of this machine that rank 1 says it is."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    known = read_process(process.pid)
-    assert known is not None
-    store.says(1, host=socket.gethostname(), pid=process.pid, started=known.started)
+    store.process = (socket.gethostname(), process.pid)
     yield process
     process.kill()
     process.wait()
@@ -114,28 +114,7 @@ KILLED = f"lost rank 1: killed by SIGKILL (possibly by the system, out of memory
 def test_a_killed_rank_is_named_with_its_signal(watch: MakeWatch, neighbour: subprocess.Popen[bytes]) -> None:
     own = watch()
     neighbour.kill()
-    wait_for(lambda: (process := read_process(neighbour.pid)) is not None and process.has_ended)
-    assert own.explain_lost_rank(CLOSED) == KILLED
-
-
-def test_how_a_rank_was_killed_is_known_after_torchrun_cleared_it_away(
-    watch: MakeWatch, neighbour: subprocess.Popen[bytes]
-) -> None:
-    own = watch()
-    neighbour.kill()
-    wait_for(lambda: own._ends)
-    neighbour.wait()
-    assert own.explain_lost_rank(CLOSED) == KILLED
-
-
-def test_a_rank_that_was_gone_before_anyone_looked_is_named(
-    watch: MakeWatch, neighbour: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "pidfd_open")
-    own = watch()
-    neighbour.kill()
-    neighbour.wait()
-    assert own.explain_lost_rank(CLOSED) == f"lost rank 1: its process is gone, {SEEN}"
+    assert own.explain(CLOSED, "closed") == KILLED
 
 
 def test_a_rank_that_said_it_leaves_is_not_lost(
@@ -144,13 +123,13 @@ def test_a_rank_that_said_it_leaves_is_not_lost(
     own = watch()
     store.says(1, leaving="")
     neighbour.kill()
-    assert own.explain_lost_rank(CLOSED) is None
+    assert own.explain(CLOSED, "closed") is None
 
 
 def test_a_rank_that_gives_no_sign_is_named_with_the_collective(watch: MakeWatch, store: Store) -> None:
-    store.says(1, time=-9.0)  # seconds since the ranks connected: the clocks of two machines may differ
-    assert watch().explain_lost_rank(TIMED_OUT) == (
-        f"lost rank 1: no sign of it for 9 s (stopped, or its machine is gone), {SEEN}; rank 0 waited for it in "
+    store.says(1, beat=0)
+    assert watch().explain(TIMED_OUT, "timed out") == (
+        f"lost rank 1: no sign of it for about 0 s (stopped, or its machine is gone), {SEEN}; rank 0 waited for it in "
         "gloo:all_reduce"
     )
 
@@ -161,30 +140,32 @@ def fail() -> None:
 
 @pytest.mark.parametrize("does", [fail, lambda: time.sleep(60)])
 def test_rank_0_is_named_where_its_store_fails_or_never_answers(
-    does: Callable[[], None], store: Store, monkeypatch: pytest.MonkeyPatch
+    does: Callable[[], None], watch: MakeWatch, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
-    store.says(0)
-    monkeypatch.setattr(dist, "all_gather_object", lambda records, own: records.__setitem__(slice(None), [own, own]))
-    own = RankWatch(Rank(rank=1, local_rank=0, world_size=2), timeout_seconds=5)
+    own = watch(rank=1)
     for request in ("get", "multi_get", "set"):
         monkeypatch.setattr(store, request, lambda *_: does())
     gone = "its store does not answer (killed, or its machine is gone or cut off)"
-    began = time.monotonic()
-    assert own.explain_lost_rank(CLOSED) == f"lost rank 0: {gone}; rank 1 waited for it in gloo:all_reduce"
-    assert time.monotonic() - began < 10
+    assert own.explain(CLOSED, "closed") == f"lost rank 0: {gone}; rank 1 waited for it in gloo:all_reduce"
 
 
-def beating(store: Store, stop: threading.Event) -> threading.Thread:
+@pytest.fixture
+def beating(store: Store) -> Iterator[None]:
+    """Rank 1 lives."""
+    stop = threading.Event()
+
     def beat() -> None:
         while not stop.wait(0.01):
             store.says(1, beat=time.monotonic_ns())
 
     thread = threading.Thread(target=beat)
     thread.start()
-    return thread
+    yield
+    stop.set()
+    thread.join()
 
 
+@pytest.mark.usefixtures("beating")
 @pytest.mark.parametrize(
     ("began", "reason"),
     [
@@ -200,30 +181,24 @@ def test_a_rank_that_lives_but_is_behind_is_named(
     began: int, reason: str | None, watch: MakeWatch, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.says(1, began=began)
-    own = watch(folder=tmp_path)
     monkeypatch.setattr(watchdog, "_recorders", lambda: [(lambda *_: b'{"entries": []}', False)])
+    own = watch()
     own.note(7, "forward and backward")
-    stop = threading.Event()
-    thread = beating(store, stop)
-    try:
-        assert own.explain_lost_rank(TIMED_OUT) == reason
-    finally:
-        stop.set()
-        thread.join()
+    assert own.explain(TIMED_OUT, "timed out") == reason
     assert "entries" in json.loads((tmp_path / "rank_0.json").read_bytes())
 
 
-def test_what_another_rank_found_is_the_reason_here_too(watch: MakeWatch, store: Store) -> None:
-    store.says(1, leaving="lost rank 2: killed by SIGKILL")
-    assert watch().explain_lost_rank(CLOSED) == "lost rank 2: killed by SIGKILL"
-
-
-def test_a_ranks_own_error_is_no_lost_rank_and_the_others_are_told_that_it_leaves(
-    watch: MakeWatch, store: Store
+@pytest.mark.parametrize("cause", ["lost rank 2: killed by SIGKILL", "stopped by rank 1: ValueError: a bug"])
+def test_what_another_rank_found_or_failed_of_is_the_reason_here_too(
+    cause: str, watch: MakeWatch, store: Store
 ) -> None:
-    assert watch().explain_lost_rank(ValueError("a bug")) is None
-    time.sleep(0.1)
-    assert store.records["watch/0"]["leaving"] == ""
+    store.says(1, leaving=cause)
+    assert watch().explain(CLOSED, "closed") == cause
+
+
+def test_a_ranks_own_error_is_no_lost_rank_and_the_others_are_told(watch: MakeWatch, store: Store) -> None:
+    assert watch().explain(ValueError("a bug"), "ValueError: a bug") is None
+    assert store.records["watch/0"]["leaving"] == "stopped by rank 0: ValueError: a bug"
 
 
 @pytest.fixture
@@ -231,7 +206,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the watching thread would end the process."""
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
     return ended
 
 
@@ -260,42 +234,23 @@ def test_a_collective_that_fails_while_the_watching_thread_reports_the_lost_rank
     neighbour.kill()
     try:
         assert reporting.wait(20)
-        assert own.explain_lost_rank(CLOSED) == KILLED
-        assert own.explain_lost_rank(ValueError("a bug")) is None
+        assert own.explain(CLOSED, "closed") == KILLED
     finally:
         reported.set()
     assert ended.wait(20)
 
 
-def test_a_rank_that_is_silent_for_the_timeout_ends_the_one_before_it(
-    watch: MakeWatch, store: Store, ended: threading.Event
-) -> None:
-    reasons: list[str] = []
-    own = watch(on_lost=reasons.append)
-    time.sleep(0.3)
-    assert not reasons
-    own.timeout_seconds = 0.2
-    assert ended.wait(20)
-    assert reasons[0].startswith("lost rank 1: no sign of it for ")
-
-
+@pytest.mark.usefixtures("beating")
 def test_a_device_that_waits_for_ever_ends_its_rank_with_the_reason(
-    watch: MakeWatch, store: Store, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+    watch: MakeWatch, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons: list[str] = []
     own = watch(on_lost=reasons.append)
-    stop = threading.Event()
-    thread = beating(store, stop)
     own.timeout_seconds = 0.5
     time.sleep(0.7)
     assert not reasons
-    groups = {"0 on the device": Group(began=12, completed=11, on_device=True)}
-    monkeypatch.setattr(watchdog, "_collectives", lambda: groups)
-    try:
-        assert ended.wait(20)
-    finally:
-        stop.set()
-        thread.join()
+    monkeypatch.setattr(watchdog, "_collectives", lambda: {("0", True): (12, 11)})
+    assert ended.wait(20)
     assert reasons[0].startswith("lost rank 1: for 6 s in step 7, forward and backward; rank 0 waited for it in ")
 
 

@@ -42,8 +42,7 @@ from torchditan.evaluation.card import read_card
 from torchditan.evaluation.sample_batches import read_statistics
 from torchditan.finetune.lora import load_assistant
 from torchditan.run.reading import read_metrics, read_status
-from torchditan.weights.formats import Given
-from torchditan.weights.imported_format import import_format
+from torchditan.weights.importing import import_weights
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunScript
@@ -161,7 +160,7 @@ FILES = {
     "weights to import": Hostile(
         "a.pt",
         TORCH_PICKLE,
-        lambda: import_format(Path("a.pt"), Path("imported"), format="dit", given=Given()),
+        lambda: import_weights(Path("a.pt"), Path("imported"), format="dit"),
         "a.pt",
         ("execute code",),
     ),

@@ -318,7 +318,7 @@ WITH_TASKS = [
 ]
 TASKS = {
     "validation": "torchditan.periodic_tasks.validation_losses",
-    "sampling": "torchditan.evaluation.sampler.Sampler.draw_rows",
+    "sampling": "torchditan.evaluation.sampler.Sampler.draw_all",
     "evaluation": "kills_metric.Brightness.compute",
 }
 

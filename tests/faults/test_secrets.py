@@ -86,7 +86,7 @@ def test_the_environment_reaches_no_file_and_no_output(
         "--dataset.root_dir=https://host/a.tar?sv=1&sig=planted",
         "--checkpoint.initial_load_path=https://planted@host/model.safetensors",
         f"--dataset.hub_name={ENVIRONMENT['HF_TOKEN']}",
-        f"--metrics.wandb_project={ENVIRONMENT['GITHUB_TOKEN']}",
+        f"--dataset.trigger_word={ENVIRONMENT['GITHUB_TOKEN']}",
         f'--sampling.prompts=["a", "{ENVIRONMENT["AWS_ACCESS_KEY_ID"]}"]',
         f"--job.description=key {'x' * 200} s3://a:planted{'y' * 200}@b",
     ],

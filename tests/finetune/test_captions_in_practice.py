@@ -171,7 +171,7 @@ def test_a_negative_prompt_replaces_the_null_condition_of_sampling_alone(tmp_pat
     captions = {f"{i}.png": {"text": f"a {colour} ball"} for i, colour in enumerate(("red", "green", "blue"))}
     flags = [*flags_for(write(tmp_path / "data", captions)), "--training.steps=6", "--optimizer.lr=1e-2"]
     flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--sampling.prompts", "a red ball"]
-    flags += ["--dataset.held_out=1", "--validation.freq=6", "--validation.by_timestep=false"]
+    flags += ["--dataset.held_out=1", "--validation.freq=6"]
 
     def train(name: str, *more: str) -> Path:
         outcome = run_script("torchditan", "train", *tiny_runs.job(tmp_path / name, *tiny_runs.KEEP, *flags, *more))

@@ -60,7 +60,7 @@ def opened(run: Path) -> TrainedModel:
 
 def drawn(trained: TrainedModel) -> torch.Tensor:
     """Samples of a random condition."""
-    from torchditan.evaluation.sampler import SampleRows
+    from torchditan.evaluation.drawing import SampleRows
 
     if trained.num_classes:
         rows = SampleRows.of_classes([0, 1], class_names=["zero", "one"])

@@ -142,7 +142,6 @@ class OurLoader:
                 horizontal_flip=False,
                 corrupt_images="error",
                 num_workers=self.num_workers,
-                prefetch_factor=2,
                 pin_memory=False,
             )
         stream = SequentialStream(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from minimal_parts import PAIRED
-from refusals import refused
 
 from torchditan.ablation.autotune import candidate_batches
 from torchditan.announcements import describe_batches
@@ -16,7 +15,6 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import trajectory
-from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import Rank
 from torchditan.job.complete import StoredRun, complete_batches, keep_global_batch_size
 from torchditan.job.prepare import Job, prepare
@@ -52,20 +50,6 @@ def test_the_completed_configuration_is_a_new_one_and_leaves_nothing_open(tmp_pa
     job, filled_in = prepared(tmp_path)
     assert filled_in == OF_DIGITS
     assert describe_batches(job.plan) == "batch_size 16 x 1 micro-batch x 1 rank = global batch 16"
-
-
-def test_the_shift_follows_the_number_of_values_of_a_sample(tmp_path: Path) -> None:
-    """sqrt(values / base); 64 values here, and 64 x 64 x 4 in the latents of SD-VAE for 512 x 512."""
-    job, filled_in = prepared(tmp_path, "--diffusion.timestep_shift_base=4")
-    assert filled_in == {**OF_DIGITS, "diffusion.timestep_shift": 4.0}
-    explicit, _ = prepared(tmp_path, "--diffusion.timestep_shift=4")
-    objectives = [build_objective(found.config.diffusion, found.spec) for found in (job, explicit)]
-    assert objectives[0] == objectives[1]
-    latents = ["--dataset.dataset_name=dummy", "--dataset.image_size=64", "--model.input_channels=4"]
-    _, filled_in = prepared(tmp_path, *latents, "--diffusion.timestep_shift_base=4096")
-    assert filled_in["diffusion.timestep_shift"] == 2.0
-    with refused("diffusion.timestep_shift = 3.0", "timestep_shift_base", "4", "64"):
-        prepared(tmp_path, "--diffusion.timestep_shift_base=4", "--diffusion.timestep_shift=3")
 
 
 def test_the_section_of_the_autoencoder_is_completed_by_what_it_opened(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ def run(
         rank=Rank(rank, rank, world_size),
         batch_size=3,
         num_workers=num_workers,
-        prefetch_factor=2,
         report=report,
         skips_corrupt=True,
     )
@@ -338,14 +337,14 @@ def test_latents_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(tmp_path: Path) -> None:
     dataset = Noise(11, broken=(0, 1, 2))  # the first shard is the smallest
-    run(tmp_path / "undisturbed", dataset)
+    run(tmp_path / "undisturbed", dataset, posterior=True)
     sizes = [(tmp_path / "undisturbed" / shard_file(number)).stat().st_size for number in range(3)]
     assert sizes[0] < sizes[1]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[1] - 1, limits[1]))
     try:
         with pytest.raises(ConfigError) as error:
-            run(tmp_path / "full", dataset)
+            run(tmp_path / "full", dataset, posterior=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(error.value) == (
@@ -354,7 +353,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(tmp_path: Path) ->
     )
     found = sorted(path.name for path in (tmp_path / "full").iterdir())
     assert found == [".lock", "encoding.json", "shard-00000.json", shard_file(0)]
-    run(tmp_path / "full", dataset)
+    run(tmp_path / "full", dataset, posterior=True)
     assert hashes(tmp_path / "full") == hashes(tmp_path / "undisturbed")
 
 

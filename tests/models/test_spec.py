@@ -25,7 +25,7 @@ def test_a_preset_decides_what_the_options_leave_open(preset):
 
 
 def test_options_override_the_preset():
-    options = {"learn_sigma": False, "qk_norm": True, "mlp": "swiglu", "position": "rope", "rope_theta": 100.0}
+    options = {"learn_sigma": False, "qk_norm": True, "mlp": "swiglu", "position": "rope"}
     spec = build_model_spec(Model(preset="official", **options), **DIGITS)
     config = spec.config
     assert {option: getattr(config, option) for option in options} == options
@@ -55,7 +55,6 @@ def test_overrides_replace_the_sizes_of_the_flavor():
 @pytest.mark.parametrize(
     ("options", "sample_shape", "message"),
     [
-        ({"rope_theta": 100.0, "preset": "official"}, (3, 8, 8), "model.rope_theta = 100.0: has no effect"),
         ({"overrides": ["layers=3"]}, (3, 8, 8), '"layers=3": must be one of depth, width, num_heads and a positive'),
         ({"overrides": ["num_heads=5"]}, (3, 8, 8), "with 5 heads, the width must be a multiple of 20, not 384"),
     ],

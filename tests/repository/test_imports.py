@@ -31,7 +31,6 @@ OPTIONAL_PARTS = {
     "torchditan.evaluation.card_tables",
     "torchditan.evaluation.classifier",
     "torchditan.evaluation.distances",
-    "torchditan.evaluation.drawing",
     "torchditan.evaluation.during_training",
     "torchditan.evaluation.efficientnet_lite",
     "torchditan.evaluation.evaluator",

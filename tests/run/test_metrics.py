@@ -19,6 +19,7 @@ from torchditan.run.directory import RunDirectory
 from torchditan.run.metrics import ALWAYS_KEYS, MetricsLogger, PeakMemory, StepTimer
 from torchditan.run.reading import read_config, read_metrics
 from torchditan.run.trackers import check_trackers
+from torchditan.run.training_progress import Progress
 
 CPU = torch.device("cpu")
 
@@ -53,14 +54,15 @@ def run(tmp_path):
 def make(run, clock):
     loggers = []
 
-    def make(config=None, *, directory=run, **options):
+    def make(config=None, *, directory=run, progress=None, **options):
         options = {"stream": io.StringIO(), "total_steps": 100, "flops_per_image": 2e12, **options}
         logger = MetricsLogger(
             config or Metrics(),
             directory,
+            progress or Progress(),
             device=CPU,
             clock=clock,
-            **{"world_size": 2, "peak_flops": 100e12, **options},
+            **{"world_size": 2, "peak_flops": 100e12, "tokens_per_image": 256, **options},
         )
         loggers.append(logger)
         return logger
@@ -73,13 +75,15 @@ def make(run, clock):
 def train(logger, clock, steps, *, images=8, seconds=0.5):
     for _ in range(steps):
         clock.now += seconds
-        logger.count_images(images)
+        logger._progress.step += 1
+        logger._progress.images_seen += images
+        logger.show_step()
 
 
 def test_a_line_has_the_contracts_keys_in_their_order(make, run, clock):
     logger = make()
     train(logger, clock, 10)
-    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     (record,) = read_metrics(run.path)
     assert tuple(record) == ALWAYS_KEYS == (
         "step", "images_seen", "loss", "grad_norm", "lr", "step_time_s", "images_per_second",
@@ -91,7 +95,7 @@ def test_a_line_has_the_contracts_keys_in_their_order(make, run, clock):
 def test_throughput_is_global_and_flops_are_per_device(make, clock):
     logger = make(world_size=2, flops_per_image=2e12, peak_flops=100e12)
     train(logger, clock, 10, images=8, seconds=0.5)
-    record = logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    record = logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     assert record["step_time_s"] == pytest.approx(0.5)
     assert record["images_per_second"] == pytest.approx(16)
     assert record["tflops_per_device"] == pytest.approx(16)
@@ -99,14 +103,14 @@ def test_throughput_is_global_and_flops_are_per_device(make, clock):
     assert record["images_seen"] == 80
     for images in (8, 8, 3):
         train(logger, clock, 1, images=images, seconds=0.25)
-    record = logger.log(13, loss=0.0, grad_norm=0.0, lr=0.0)
+    record = logger.log(loss=0.0, grad_norm=0.0, lr=0.0)
     assert record["images_per_second"] == pytest.approx(19 / 0.75), "images in the batches since the last line"
 
 
 def test_mfu_is_null_where_the_peak_is_unknown(make, run, clock):
     logger = make(peak_flops=None)
     train(logger, clock, 1)
-    logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     (record,) = read_metrics(run.path)
     assert record["mfu"] is None and record["tflops_per_device"] > 0
 
@@ -120,12 +124,12 @@ def test_sampling_and_checkpoints_are_not_in_the_throughput_but_on_their_own(mak
     with logger.timer.excluded("checkpoint"):
         clock.now += 3.0
     train(logger, clock, 5)
-    record = logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    record = logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     assert record["sampling_s"] == pytest.approx(9) and record["checkpoint_s"] == pytest.approx(3)
     assert record["step_time_s"] == pytest.approx(0.5) and record["images_per_second"] == pytest.approx(16)
     assert record["elapsed_s"] == pytest.approx(17)
     train(logger, clock, 1)
-    assert "sampling_s" not in logger.log(11, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert "sampling_s" not in logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
 
 
 def test_excluded_time_counts_when_the_body_fails(clock):
@@ -150,15 +154,15 @@ def test_data_loading_is_a_share_of_training_time(clock):
 
 
 def test_a_line_before_the_first_step_has_no_speed(make, clock):
-    record = make().log(0, loss=0.5, grad_norm=0.0, lr=0.0, extra={"rollbacks": 1})
+    record = make().log(loss=0.5, grad_norm=0.0, lr=0.0, extra={"rollbacks": 1})
     assert record["step_time_s"] is None and record["images_per_second"] is None and record["mfu"] is None
     assert record["rollbacks"] == 1
 
 
 def test_a_resume_continues_images_and_elapsed_time(make, clock):
-    logger = make(start_step=10, images_seen=80, elapsed_s=60.0)
+    logger = make(progress=Progress(step=10, images_seen=80, elapsed_s=60.0))
     train(logger, clock, 10)
-    record = logger.log(20, loss=0.5, grad_norm=1.5, lr=1e-4)
+    record = logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     assert record["images_seen"] == 160 and record["elapsed_s"] == pytest.approx(65)
     assert record["images_per_second"] == pytest.approx(16)
 
@@ -166,7 +170,7 @@ def test_a_resume_continues_images_and_elapsed_time(make, clock):
 def test_cpu_memory_is_the_process_in_the_host(make, clock):
     logger = make()
     train(logger, clock, 1)
-    record = logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    record = logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     assert 0.01 < record["peak_memory_gib"] < 1000
     assert 0 < record["peak_memory_percent"] < 100
     assert record["peak_reserved_gib"] is None
@@ -191,7 +195,7 @@ def test_other_ranks_count_and_are_silent(tmp_path, make, clock, capsys):
     stream = io.StringIO()
     logger = make(Metrics(enable_tensorboard=True), directory=directory, stream=stream)
     train(logger, clock, 1)
-    assert logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)["images_seen"] == 8
+    assert logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)["images_seen"] == 8
     logger.message("hello")
     logger.log_image("samples", tmp_path / "grid.png", 1)
     assert stream.getvalue() == "" and capsys.readouterr() == ("", "")
@@ -202,7 +206,7 @@ def test_a_log_file_gets_plain_lines_with_an_eta(make, clock):
     stream = io.StringIO()
     logger = make(stream=stream)
     train(logger, clock, 10)
-    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     with logger.timer.excluded("validation"):
         pass
     logger.add_figures(10, "validation", {"validation_loss": 0.25})
@@ -225,7 +229,7 @@ def test_a_line_fits_the_terminal_or_100_columns(make, clock, monkeypatch, colum
     stream = Terminal() if is_terminal else io.StringIO()
     logger = make(stream=stream)
     train(logger, clock, 10)
-    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4, extra={"encoding_percent": 12.5})
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4, extra={"encoding_percent": 12.5})
     logger.close()
     (line,) = (line for line in screen(stream.getvalue()) if line.startswith("step "))
     assert len(line) <= (columns if is_terminal else 100)
@@ -239,7 +243,7 @@ def test_eta_forgets_the_slow_first_step(make, clock):
     logger = make(stream=stream)
     train(logger, clock, 1, seconds=100.0)
     train(logger, clock, 9, seconds=1.0)
-    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     assert stream.getvalue().endswith("ETA 0:01:30\n")
 
 
@@ -256,7 +260,7 @@ def test_the_bar_never_mixes_with_lines(make, clock, monkeypatch):
     train(logger, clock, 10)
     logger.message("wrote a grid")
     train(logger, clock, 10)
-    logger.log(20, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     end, message, line, bar = screen(stream.getvalue())
     assert end.startswith("about 0:00:45 left: ") and message == "wrote a grid"
     assert line.startswith("step  20/100")
@@ -286,7 +290,7 @@ def test_colour_only_where_it_is_wanted(make, clock, monkeypatch, enabled, no_co
     stream = Terminal()
     logger = make(Metrics(enable_color_printing=enabled), stream=stream)
     train(logger, clock, 1)
-    logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     assert ("\x1b[32mloss" in stream.getvalue()) == colored
 
 
@@ -297,7 +301,7 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(make, run, clock, tmp_path
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in (1, 2, 3):
         train(logger, clock, 1)
-        logger.log(step, loss=float(step), grad_norm=1.5, lr=1e-4)
+        logger.log(loss=float(step), grad_norm=1.5, lr=1e-4)
         if step == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
             try:
@@ -322,12 +326,12 @@ def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again
     logger = make(config)
     for step in (1, 2, 3):
         train(logger, clock, 1)
-        logger.log(step, loss=float(step), grad_norm=1.5, lr=1e-4)
+        logger.log(loss=float(step), grad_norm=1.5, lr=1e-4)
     logger.log_image("samples", picture, 2)
     logger.close()
-    resumed = make(config, start_step=2)
+    resumed = make(config, progress=Progress(step=2))
     train(resumed, clock, 1)
-    resumed.log(3, loss=30.0, grad_norm=1.5, lr=1e-4)
+    resumed.log(loss=30.0, grad_norm=1.5, lr=1e-4)
     resumed.close()
     events = accumulator.EventAccumulator(str(run.path / "NAME"))
     events.Reload()
@@ -336,7 +340,7 @@ def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again
     assert set(events.Tags()["images"]) == {"samples"}
     anew = make(config)  # killed before it had a checkpoint
     train(anew, clock, 1)
-    anew.log(1, loss=10.0, grad_norm=1.5, lr=1e-4)
+    anew.log(loss=10.0, grad_norm=1.5, lr=1e-4)
     anew.close()
     events = accumulator.EventAccumulator(str(run.path / "NAME")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 10.0)]
@@ -344,11 +348,11 @@ def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again
 
 def test_legacy_tags_are_the_course_projects_with_their_values(make, run, clock):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    logger = make(Metrics(enable_tensorboard=True, legacy_tags=True), tokens_per_image=256)
+    logger = make(Metrics(enable_tensorboard=True, legacy_tags=True))
     with logger.timer.data_loading():
         clock.now += 0.5
     train(logger, clock, 2, images=8, seconds=0.75)
-    (record,) = [logger.log(2, loss=0.5, grad_norm=1.5, lr=1e-4, max_loss=0.75)]
+    (record,) = [logger.log(loss=0.5, grad_norm=1.5, lr=1e-4, max_loss=0.75)]
     logger.close()
     events = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload()
     values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
@@ -374,10 +378,10 @@ def test_legacy_tags_are_the_course_projects_with_their_values(make, run, clock)
 
 
 def test_legacy_tags_on_a_gpu_have_its_allocators_numbers(monkeypatch):
-    stats = {"active_bytes.all.peak": 3 * 1024**3, "num_alloc_retries": 2, "num_ooms": 1}
+    peaks = {"allocated": 2, "active": 3, "reserved": 4}
+    stats = {f"{name}_bytes.all.peak": gib * 1024**3 for name, gib in peaks.items()}
+    stats |= {"num_alloc_retries": 2, "num_ooms": 1}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**33))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * 1024**3)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 1024**3)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     memory = PeakMemory(torch.device("cuda"))
@@ -424,7 +428,7 @@ def wandb(monkeypatch, tmp_path):
 def test_wandb_is_offline_without_a_login_and_gets_numbers_and_images(make, run, clock, wandb):
     logger = make(Metrics(enable_wandb=True), peak_flops=None)
     train(logger, clock, 1)
-    logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
     picture = run.path / "grid.png"
     Image.new("RGB", (6, 4)).save(picture)
     logger.log_image("samples", picture, 1)

@@ -67,7 +67,6 @@ def test_other_trajectory_is_refused_naming_keys_and_both_values(run):
     again = RunDirectory(run.path, is_writer=True)
     with pytest.raises(ConfigError) as refused:
         again.open(CONFIG, trajectory=other)
-    again.write_status("error", "must not reach the other run")
     message = str(refused.value)
     assert "model.patch_size is 2 there and 4 here" in message
     assert "seed is absent there and 3 here" in message
@@ -183,7 +182,7 @@ def test_discard_leaves_a_resumed_run_as_it_was(run):
 
 
 def test_status_says_state_reason_step_time_rank(run):
-    run.write_failure("oom", "tried to allocate 2 GiB", step=7, rank=3)
+    run.write_status("oom", "tried to allocate 2 GiB", step=7, rank=3)
     status = read_status(run.path)
     assert status.pop("time").startswith("20")
     assert status == {"state": "oom", "reason": "tried to allocate 2 GiB", "step": 7, "rank": 3}

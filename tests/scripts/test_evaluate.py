@@ -192,11 +192,11 @@ def test_an_evaluation_that_ran_out_of_memory_continues_where_it_stopped(
     whole, _ = evaluate()
     draw_batch, calls = Sampler.draw_batch, []
 
-    def exhausted(self: Sampler, model: Any, plan: Any, numbers: Any, **kwargs: Any) -> torch.Tensor:
+    def exhausted(self: Sampler, model: Any, drawing: Any, numbers: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(len(numbers))
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no memory")
-        return draw_batch(self, model, plan, numbers, **kwargs)
+        return draw_batch(self, model, drawing, numbers, **kwargs)
 
     monkeypatch.setattr(Sampler, "draw_batch", exhausted)
     outcome = run_script(*SCRIPT, run, *FEW)

@@ -17,7 +17,7 @@ from PIL import Image
 from run import Trial
 
 from torchditan.datasets.earth import Earth
-from torchditan.evaluation.drawing import plan_samples
+from torchditan.evaluation.drawing import order_of_classes
 
 pytestmark = pytest.mark.nightly
 
@@ -63,8 +63,7 @@ def test_it_shows_the_first_samples_of_each_class_next_to_training_images(
     draw("muon_batch_16", "--columns", "3")
     real = Earth(size=32, split="train")
     counts = np.bincount(real.class_labels, minlength=7).tolist()
-    labels = plan_samples(2048, num_classes=7, class_balance="data", class_counts=counts, seed=0).labels
-    assert labels is not None
+    labels = order_of_classes(2048, num_classes=7, class_balance="data", class_counts=counts, seed=0)
     first = [[number // 8 for number in range(2048) if labels[number] == label][:3] for label in range(7)]
     (ours, samples), (theirs, images) = shown
     assert (ours, theirs) == ("muon_batch_16: 19,200 images, FD-EffNetLite0 12.3", "training images")

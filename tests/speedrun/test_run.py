@@ -38,7 +38,7 @@ class Scripts:
         self.calls.append((script, arguments))
         folder = trial.run
         folder.mkdir(parents=True, exist_ok=True)
-        if script == "train.py":
+        if script == "train":
             rows = [
                 {"step": 10, "loss": 0.5, "tflops_per_device": 2.0, "step_time_s": 0.5, "images_seen": 640},
                 {
@@ -84,7 +84,7 @@ def test_a_result_has_all_that_a_reader_checks(
     assert (result["steps"], result["images"], result["last_loss"], result["training_seconds"]) == (14, 896, 0.4, 7.5)
     assert result["figures"]["fd"] == 50
     assert result["definition"] == json.loads(json.dumps(entries.load("official_dit").definition()))
-    assert [script for script, _ in scripts.calls] == ["train.py", "evaluate"]
+    assert [script for script, _ in scripts.calls] == ["train", "evaluate"]
     assert {"--num_samples=2048", "--seed=0", "--metrics=effnet", "--sampling.num_steps=32"} < {*scripts.calls[1][1]}
     run.make(trial)
     assert len(scripts.calls) == 2, "a result that exists is not made again"
@@ -101,7 +101,7 @@ def test_samplers_share_a_training_and_widths_do_not(tmp_path: Path, monkeypatch
     assert sampled.run == wide.run != without.run
     for trial in (wide, without, sampled):
         run.make(trial)
-    trained = [arguments for script, arguments in scripts.calls if script == "train.py"]
+    trained = [arguments for script, arguments in scripts.calls if script == "train"]
     assert [[flag for flag in flags if flag.startswith("--ema")] for flags in trained] == [["--ema.width=0.15"], []]
     assert sorted(path.name for path in (tmp_path / "results/tuning").iterdir()) == [
         "official_dit_optimizer.lr-0.003_ema-0.15_seed-100.json",
@@ -128,7 +128,7 @@ def test_a_changed_entry_is_trained_anew_and_its_old_result_refused(
         run.make(changed)
     trial.result_path.unlink()
     run.make(changed)
-    assert [script for script, _ in scripts.calls].count("train.py") == 2
+    assert [script for script, _ in scripts.calls].count("train") == 2
 
 
 def test_a_failed_training_is_a_trial_when_tuning_and_an_error_otherwise(
@@ -137,12 +137,12 @@ def test_a_failed_training_is_a_trial_when_tuning_and_an_error_otherwise(
     def fail(trial: Any, script: str, arguments: list[str]) -> None:
         trial.run.mkdir(parents=True)
         (trial.run / "status.json").write_text(json.dumps({"state": "error", "reason": "step 7: the loss is NaN"}))
-        raise ConfigError("train.py failed (1)")
+        raise ConfigError("train failed (1)")
 
     monkeypatch.setattr(run, "_call", fail)
     result = run.make(trials(tmp_path, "--seeds", "100")[0])
     assert result["failed"] == "step 7: the loss is NaN"
-    with pytest.raises(ConfigError, match=r"train\.py failed"):
+    with pytest.raises(ConfigError, match="train failed"):
         run.make(trials(tmp_path, "--seeds", "0")[0])
 
 
@@ -157,7 +157,7 @@ def test_a_check_repeats_a_committed_result_and_compares(
     run.make(committed)
     for _ in range(2):  # a finished check starts anew
         assert run.check(again, tmp_path / "results", jobs=1)
-    assert [script for script, _ in scripts.calls].count("train.py") == 3
+    assert [script for script, _ in scripts.calls].count("train") == 3
     path = committed.result_path
     result = json.loads(path.read_text())
     result["figures"]["fd"] *= 1.05

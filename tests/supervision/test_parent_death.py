@@ -1,19 +1,16 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A process exits with its parent. A rank also notices if its launcher exited before the rank could ask for this."""
+"""A process exits with its parent."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-
-from torchditan.supervision import parent_death
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARENT = """
@@ -48,15 +45,3 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
-
-
-def test_a_launcher_whose_store_does_not_answer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent_death, "_PROBE_S", 0.1)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        parent_death.check_launcher()
-    with pytest.raises(RuntimeError, match=rf"torchrun is gone: its store at localhost:{port} does not answer"):
-        parent_death.check_launcher()

@@ -11,7 +11,8 @@ import torch
 from torchditan.config.options import Model, Optimizer, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.evaluation.sampler import Sampler, SampleRows
+from torchditan.evaluation.drawing import Drawing, SampleRows
+from torchditan.evaluation.sampler import Sampler
 from torchditan.models import build_model_spec
 from torchditan.optim.optimizers import build_optimizer
 from torchditan.randomness import draw
@@ -51,10 +52,11 @@ def test_eight_images_are_memorised_and_sampled_back() -> None:
         optimizer.step()
 
     assert fixed_loss() < 0.05 * start
-    sampler = Sampler(spec, objective, Sampling(guidance_scale=1.0, num_steps=50), torch.device("cpu"))
+    sampler = Sampler(spec, objective, torch.device("cpu"))
     rows = SampleRows.of_classes(range(IMAGES), class_names=[str(label) for label in range(IMAGES)])
-    samples = sampler.draw_rows(model, rows, samples_per_row=1, seed=0, batch_size=IMAGES)
-    squared_error = (samples[:, 0].clamp(-1, 1) - x).square().mean((1, 2, 3))
+    drawing = Drawing(rows, rows.each(1), Sampling(guidance_scale=1.0, num_steps=50), seed=0)
+    samples = sampler.draw_all(model, drawing, batch_size=IMAGES)
+    squared_error = (samples.clamp(-1, 1) - x).square().mean((1, 2, 3))
     psnr = [10 * math.log10(4 / error) for error in squared_error.tolist()]  # images span 2
     print(f"loss {start:.4f} -> {fixed_loss():.4f} ({fixed_loss() / start:.1%}), PSNR {min(psnr):.1f} dB at least")
     assert min(psnr) > 25

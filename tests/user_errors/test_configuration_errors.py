@@ -126,7 +126,7 @@ def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
         ("--training.seed=-1", "training.seed = -1", ["0", "2^63"]),
         ("--training.data_parallel_shard_degree=0", "training.data_parallel_shard_degree = 0", ["1", "-1"]),
         ("--training.max_norm=-1", "training.max_norm = -1.0", ["0"]),
-        ("--model.rope_theta=0", "model.rope_theta = 0.0", ["0"]),
+        ("--model.timestep_scale=0", "model.timestep_scale = 0.0", ["0"]),
         ("--diffusion.label_dropout=1.5", "diffusion.label_dropout = 1.5", ["0", "1"]),
         ("--autoencoder.scale=0", "autoencoder.scale = [0.0]", ["0"]),
         ("--optimizer.beta2=1", "optimizer.beta2 = 1.0", ["0", "1"]),

@@ -119,11 +119,6 @@ def assert_names_image(line: str, name: str) -> None:
         ),
         ("--dataset.num_classes=5", "dataset.num_classes = 5", ["10"]),
         ("--dataset.dataset_name=cifar10 --dataset.root_dir=cifar", "dataset.num_classes = none", ["10", "9"]),
-        (
-            "--model.preset=official --model.learn_sigma=false --model.rope_theta=100",
-            "model.rope_theta = 100.0",
-            ["--model.position rope"],
-        ),
         ("--float8.enable_float8_linear", "float8.enable_float8_linear = true", ["8.9", "4090", "--float8.emulate"]),
         (
             "--dataset.streaming --dataset.dataset_name=cifar10 --validation.freq=5",

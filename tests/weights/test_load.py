@@ -191,7 +191,7 @@ def test_an_unconditional_model_draws_a_number_of_images(moved: dict[str, Path])
     images = trained.sample(num_samples=3, seed=1)
     assert images.shape == (3, 3, 8, 8)
     assert torch.equal(trained.sample(seed=1), images[:1])
-    with refused("classes = [0]", "num_samples"):
+    with refused("classes = [0]", "without classes"):
         trained.sample(classes=[0])
     with refused('prompts = "a cat"', "num_samples"):
         trained.sample(prompts="a cat")
@@ -199,7 +199,8 @@ def test_an_unconditional_model_draws_a_number_of_images(moved: dict[str, Path])
 
 def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path]) -> None:
     without = load(moved["diffusers"])
-    assert without.generate([0, 1], samples_per_label=1, seed=0, batch_size=2).shape == (2, 1, 4, 4, 4), "latents"
+    latents = without.generate_rows(without.rows(classes=[0, 1]), samples_per_row=1, seed=0, batch_size=2)
+    assert latents.shape == (2, 1, 4, 4, 4), "latents"
     with refused("autoencoder.path", "is not a folder"):
         without.sample(classes=[0, 1])
     trained = load(moved["diffusers"], options={"autoencoder.path": moved["autoencoder"]})

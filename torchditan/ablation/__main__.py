@@ -1,10 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Run an ablation grid.
+"""Run an ablation grid, or show the ledger of one.
 
 torchditan ablate debug
 torchditan ablate 0.5B --axes.parallel 1,1 --axes.model.patch_size 2 --name one_gpu
 torchditan ablate 7B --dry-run --device a100-80gb
 torchditan ablate my_grid.toml --launcher slurm --slurm.slurm_partition gpu
+torchditan ablate show outputs/debug
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ import argparse
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchditan.config.errors import ConfigError, did_you_mean
+from torchditan.config.command_line import ScriptParser
+from torchditan.config.errors import ConfigError
+from torchditan.registry import LAUNCHERS, registered
+from torchditan.supervision.exit_status import reader_may_leave
 
-_PREFIXES = ("--axes.", "--settings.", "--slurm.")
+if TYPE_CHECKING:
+    from torchditan.ablation.grid import Grid, Run
+
 _EPILOG = """\
 --axes.KEY VALUES adds an axis or replaces one of the file: --axes.training.batch_size 1,2,4, --axes.parallel 1,8 8,1.
 --settings.KEY VALUE sets an option of every run: --settings.dataset.num_workers 0.
@@ -27,97 +34,63 @@ _EPILOG = """\
 If you repeat the command, it makes only the runs that are missing or failed.
 """
 _AMD_HELP = "also write amd/runs_summary.csv, with the columns of AMD's diffusion benchmark (docs/compatibility.md)"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
-        raise ConfigError(message.replace("ignored explicit argument", "does not take a value, but got"))
-
-
-def _parsers() -> tuple[_Parser, _Parser]:
-    """(the whole parser, that of the command run)."""
-    shown = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="torchditan ablate", description=__doc__, formatter_class=shown)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser(
-        "run",
-        help="make the runs of a grid",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=shown,
-        allow_abbrev=False,
-    )
-    run.add_argument("grid", help="grid file: a path, or a name in train_configs/ablations/")
-    run.add_argument("--name", help="folder name of the grid in the dump folder (default: name of the file)")
-    run.add_argument("--dump_folder", type=Path, default=Path("outputs"), help="default: outputs")
-    run.add_argument("--steps", type=int, help="optimizer steps per run (default: from the file)")
-    run.add_argument("--window", type=int, help="number of last steps to measure (default: from the file)")
-    run.add_argument("--repeats", type=int, help="number of times to run the whole grid (default: from the file)")
-    run.add_argument("--timeout_s", type=float, help="time limit of a run in seconds (default: from the file)")
-    run.add_argument("--autotune", help="search for the batch size: largest or fastest (default: from the file)")
-    run.add_argument("--memory_limit_gib", type=float, help="memory limit of a rank on a CPU (default: from the file)")
-    run.add_argument(
-        "--retry", default="error,timeout", help="statuses of runs to retry, or none (default: error,timeout)"
-    )
-    run.add_argument("--launcher", choices=("local", "slurm"), default="local", help="default: local")
-    run.add_argument("--slurm_jobs", type=int, default=16, help="maximum number of submitted jobs (default: 16)")
-    run.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
-    run.add_argument("--dry-run", action="store_true", help="list the runs, their commands and their planned memory")
-    run.add_argument("--device", help="device of the planner with --dry-run, for example a100-80gb")
-    text = "print the ledger of a grid, one row per run, as a table"
-    show = commands.add_parser("show", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
-    show.add_argument("folder", type=Path, help="folder of the grid, for example outputs/debug")
-    show.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
-    return parser, run
+_OF_FILE: dict[str, tuple[type, str]] = {
+    "steps": (int, "optimizer steps per run"),
+    "window": (int, "number of last steps to measure"),
+    "repeats": (int, "number of times to run the whole grid"),
+    "timeout_s": (float, "time limit of a run in seconds"),
+    "autotune": (str, "search for the batch size: largest or fastest"),
+    "memory_limit_gib": (float, "memory limit of a rank on a CPU"),
+}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
     """(arguments, values of the `--axes.`, `--settings.` and `--slurm.` flags by name)."""
-    own: list[str] = []
+    if argv[:1] == ["show"]:
+        parser = ScriptParser("Print the ledger of a grid, one row per run, as a table.", options=())
+        parser.add_argument("show", type=Path, metavar="FOLDER", help="folder of the grid, for example outputs/debug")
+        parser.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
+        return parser.parse(argv[1:])[0], {}
+    parser = ScriptParser(__doc__, options=("axes", "settings", "slurm"))
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add("grid", help="grid file: a path, or a name in train_configs/ablations/")
+    add("--name", help="folder name of the grid in the dump folder (default: name of the file)")
+    add("--dump_folder", type=Path, default=Path("outputs"), help="default: outputs")
+    for key, (kind, text) in _OF_FILE.items():
+        add(f"--{key}", type=kind, help=f"{text} (default: from the file)")
+    add("--retry", default="error,timeout", help="statuses of runs to retry, or none (default: error,timeout)")
+    add("--launcher", choices=LAUNCHERS, default="local", help="default: local")
+    add("--slurm_jobs", type=int, default=16, help="maximum number of submitted jobs (default: 16)")
+    add("--amd_summary", action="store_true", help=_AMD_HELP)
+    add("--dry-run", action="store_true", help="list the runs, their commands and their planned memory")
+    add("--device", help="device of the planner with --dry-run, for example a100-80gb")
+    arguments, rest = parser.parse(argv[1:] if argv[:1] == ["run"] else argv)
     flags: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for word in argv:
-        if word.startswith(_PREFIXES):
+    for word in rest:
+        if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            current = flags.setdefault(name, [])
-            current += [value] if equals else []
-        elif word.startswith("--"):
-            current = None
-            own.append(word)
-        elif current is not None:
-            current.append(word)
+            flags[name] = [value] if equals else []
+        elif flags:
+            flags[name].append(word)
         else:
-            own.append(word)
-    parser, run = _parsers()
-    if own and not own[0].startswith("-") and own[0] not in ("run", "show"):
-        own.insert(0, "run")
-    arguments, unknown = parser.parse_known_args(own)
-    if unknown:
-        if arguments.command == "show":
-            raise ConfigError(f"{unknown[0]} is not an option of show")
-        known = [option for action in run._actions for option in action.option_strings if option.startswith("--")]
-        known += _PREFIXES
-        raise ConfigError(f"{unknown[0]} is not an option here{did_you_mean(unknown[0], known) or '; see --help'}")
+            raise ConfigError(f"{word} is not expected")
     empty = [name for name, words in flags.items() if not "".join(words).strip(", ")]
     if empty:
         raise ConfigError(f"--{empty[0]} needs a value")
     return arguments, flags
 
 
-def _load(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> Any:
-    from dataclasses import replace
+def _of_section(flags: dict[str, list[str]], section: str) -> dict[str, list[str]]:
+    return {name.removeprefix(section): words for name, words in flags.items() if name.startswith(section)}
 
+
+def _load(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> Grid:
     from torchditan.ablation.grid import load_grid, parse_axis, parse_setting
 
-    axes = {name[5:]: parse_axis(name[5:], words) for name, words in flags.items() if name.startswith("axes.")}
-    settings = {
-        name[9:]: parse_setting(name[9:], " ".join(words))
-        for name, words in flags.items()
-        if name.startswith("settings.")
-    }
-    keys = ("steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib")
-    given = {key: getattr(arguments, key) for key in keys if getattr(arguments, key) is not None}
+    axes = {name: parse_axis(name, words) for name, words in _of_section(flags, "axes.").items()}
+    settings = {name: parse_setting(name, " ".join(words)) for name, words in _of_section(flags, "settings.").items()}
+    given = {key: getattr(arguments, key) for key in _OF_FILE if getattr(arguments, key) is not None}
     grid = load_grid(arguments.grid, axes=axes, overrides={**settings, **given})
     if arguments.name is None:
         return grid
@@ -128,8 +101,6 @@ def _load(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> Any:
 
 def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
     from torchditan.ablation.amd_summary import write_amd_summary
-    from torchditan.ablation.device import probe
-    from torchditan.ablation.launchers import LocalLauncher, slurm_launcher
     from torchditan.ablation.ledger import STATUSES
     from torchditan.ablation.runner import run_grid
 
@@ -142,16 +113,14 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
         if status not in STATUSES:
             raise ConfigError(f"--retry = {status!r}: must be one or more of {', '.join(STATUSES)}, or none")
     if arguments.dry_run:
-        _dry_run(grid, path, device=arguments.device)
+        with reader_may_leave():
+            _dry_run(grid, path, device=arguments.device)
         return
-    launcher: Any = LocalLauncher()
-    elsewhere = arguments.launcher == "slurm"
-    parameters = {name[6:]: _plain(words) for name, words in flags.items() if name.startswith("slurm.")}
-    if elsewhere:
-        launcher = slurm_launcher(path, parameters=parameters, max_parallel=arguments.slurm_jobs)
+    parameters = {name: _plain(words) for name, words in _of_section(flags, "slurm.").items()}
+    launcher = registered(LAUNCHERS, arguments.launcher)(path, parameters=parameters, max_parallel=arguments.slurm_jobs)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        rows = run_grid(grid, path=path, launcher=launcher, retry=retry, find_device=None if elsewhere else probe)
+        rows = run_grid(grid, path=path, launcher=launcher, retry=retry)
     except KeyboardInterrupt:
         if arguments.amd_summary:  # covers the runs made so far
             write_amd_summary(grid, path)
@@ -172,12 +141,11 @@ def _plain(words: list[str]) -> Any:
     return int(text) if text.isdecimal() else text
 
 
-def _dry_run(grid: Any, path: Path, *, device: str | None) -> None:
+def _dry_run(grid: Grid, path: Path, *, device: str | None) -> None:
     from torchditan.ablation.grid import BATCH_SIZE
-    from torchditan.ablation.maker import maker_of
+    from torchditan.ablation.maker import Maker
 
-    maker = maker_of(grid, path)
-    runs = grid.runs()
+    maker, runs = Maker(grid, path), grid.runs()
     print(f"{grid.name}: {len(runs)} runs of {grid.steps} steps, the last {grid.window} measured, into {path}")
     for number, run in enumerate(runs, start=1):
         expected = "batch size from autotune" if run.axes[BATCH_SIZE] == "auto" else _expected(run, device)
@@ -185,7 +153,7 @@ def _dry_run(grid: Any, path: Path, *, device: str | None) -> None:
         print(f"    {shlex.join(maker.job(run).command())}")
 
 
-def _expected(run: Any, device: str | None) -> str:
+def _expected(run: Run, device: str | None) -> str:
     """The planner's estimate of a run's memory, as far as available."""
     from torchditan.planner.plan import plan_run
 
@@ -196,35 +164,30 @@ def _expected(run: Any, device: str | None) -> str:
     return f"expected {plan.peak_memory_gib:.2f} GiB{', does not fit' if plan.fits is False else ''}"
 
 
-def _show(folder: Path, *, amd_summary: bool) -> None:
+@reader_may_leave()
+def show(folder: Path, *, amd_summary: bool) -> None:
     from torchditan.ablation.amd_summary import write_amd_summary
     from torchditan.ablation.board import Board
     from torchditan.ablation.ledger import read_ledger
-    from torchditan.ablation.runner import read_grid, stored_grid
+    from torchditan.ablation.runner import stored_grid
 
-    stored = read_grid(folder)
-    rows = read_ledger(folder, axes=list(stored["axes"]))
+    grid = stored_grid(folder)
+    rows = read_ledger(folder, axes=grid.columns)
     if not rows:
         print(f"{folder}: no run has finished")
         return
     board = Board(sys.stdout, num_runs=len(rows), name_width=max(len(row["run_name"]) for row in rows))
-    board.begin(f"{stored['name']}: {len(rows)} rows")
+    board.begin(f"{grid.name}: {len(rows)} rows")
     for row in rows:
         board.row(row, is_new=False)
     if amd_summary:
-        print(f"AMD's summary: {write_amd_summary(stored_grid(folder), folder)}")
+        print(f"AMD's summary: {write_amd_summary(grid, folder)}")
 
 
 def main() -> None:
     arguments, flags = parse(sys.argv[1:])
-    from torchditan.supervision.exit_status import reader_may_leave
-
-    if arguments.command == "show":
-        with reader_may_leave():
-            _show(arguments.folder, amd_summary=arguments.amd_summary)
-    elif arguments.dry_run:
-        with reader_may_leave():
-            _run(arguments, flags)
+    if "show" in arguments:
+        show(arguments.show, amd_summary=arguments.amd_summary)
     else:
         _run(arguments, flags)
 

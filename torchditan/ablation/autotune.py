@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchditan.ablation.device import Device, probe
+from torchditan.ablation.device import Device
 from torchditan.ablation.grid import BATCH_SIZE, FORCED, OFF, RUNNER_SETS, SEED
 from torchditan.ablation.launch import TRAIN, Job, Outcome, Tick, execute
 from torchditan.ablation.ledger import measure
@@ -205,7 +205,7 @@ def find_batch_size(
 
     Args:
         config: the job; `[autotune]` sets the goal.
-        device: result of `probe`.
+        device: of this machine.
         num_devices: ranks of the job.
         folder: trials run in `<folder>/<experiment_name>_bs16` and so on.
         store: file of trials, read and added to.
@@ -226,11 +226,19 @@ def find_batch_size(
     def run_trial(batch_size: int) -> Trial:
         if batch_size in known:
             return known[batch_size]
-        job = _trial_job(
-            config, batch_size, num_devices=num_devices, folder=folder, program=program, timeout_s=timeout_s
+        path = folder / f"{config.metrics.experiment_name}_bs{batch_size}"
+        shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt
+        own = {"job.dump_folder": str(folder), "metrics.experiment_name": path.name, BATCH_SIZE: batch_size}
+        file = path / "trial.toml"
+        write_file(file, to_toml(_trial_config(config).replace(own)).encode())
+        job = Job(
+            program=(*program, f"--job.config_file={file}"),
+            folder=path,
+            num_ranks=num_devices,
+            timeout_s=timeout_s,
+            memory_limit_gib=config.autotune.memory_limit_gib,
         )
-        outcome = execute(job, on_tick=on_tick)
-        trial = _judge_trial(job, batch_size, outcome, config=config, device=device)
+        trial = _judge_trial(job, batch_size, execute(job, on_tick=on_tick), config=config, device=device)
         known_trials.add(trial)
         if on_trial is not None:
             on_trial(trial)
@@ -247,26 +255,6 @@ def find_batch_size(
         right = f"even {candidates[0]} does not fit on {device.name}; checkpoint activations or shard over more devices"
         raise NothingFits(str(option_error("training.batch_size", "auto", right)))
     return answer.batch_size
-
-
-def _trial_job(
-    config: Config, batch_size: int, *, num_devices: int, folder: Path, program: tuple[str, ...], timeout_s: float
-) -> Job:
-    """A job of a few steps with its configuration written to its folder. Removes files of an earlier attempt."""
-    name = f"{config.metrics.experiment_name}_bs{batch_size}"
-    path = folder / name
-    shutil.rmtree(path, ignore_errors=True)
-    own = {"job.dump_folder": str(folder), "metrics.experiment_name": name, BATCH_SIZE: batch_size}
-    file = path / "trial.toml"
-    write_file(file, to_toml(_trial_config(config).replace(own)).encode())
-    return Job(
-        folder=path,
-        flags=(f"--job.config_file={file}",),
-        num_devices=num_devices,
-        timeout_s=timeout_s,
-        memory_limit_gib=config.autotune.memory_limit_gib,
-        program=program,
-    )
 
 
 def _trial_config(config: Config) -> Config:
@@ -287,14 +275,15 @@ def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config,
     if outcome.status not in ("completed", "oom"):
         reason = f"{outcome.status}: {outcome.reason}"
         raise TrialFailed(f"the trial of batch size {batch_size} failed, but not for memory ({job.folder}): {reason}")
-    host_share = config.autotune.memory_limit_gib or device.memory_gib / job.num_devices
+    num_devices = job.num_ranks or 1
+    host_share = config.autotune.memory_limit_gib or device.memory_gib / num_devices
     shares = [
         rank["peak_memory_gib"] / rank.get("capacity_gib", host_share)
         for rank in outcome.ranks
         if rank.get("peak_memory_gib") is not None
     ]
     window = max(1, config.autotune.steps // 2)
-    measured = measure(read_metrics(job.folder), window=window, num_devices=job.num_devices)
+    measured = measure(read_metrics(job.folder), window=window, num_devices=num_devices)
     return Trial(
         batch_size=batch_size,
         status=outcome.status,
@@ -332,25 +321,22 @@ def resolve_batch_size(config: Config, rank: Rank) -> int:
     store = TCPStore(address, port, is_master=False, timeout=timedelta(days=7))
     key = f"torchditan/autotune/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     if rank.rank == 0:
-        store.set(key, json.dumps(_answer_for_all(config, num_devices=rank.world_size)))
+        try:
+            found: dict[str, Any] = {"batch_size": _search_for_job(config, num_devices=rank.world_size)}
+        except (ConfigError, TrialFailed) as error:
+            found = {"is_mistake": isinstance(error, ConfigError), "reason": str(error)}
+        store.set(key, json.dumps(found))
     answer = json.loads(store.get(key))
     if "batch_size" in answer:
         return int(answer["batch_size"])
     raise (ConfigError if answer["is_mistake"] else TrialFailed)(answer["reason"])
 
 
-def _answer_for_all(config: Config, *, num_devices: int) -> dict[str, Any]:
-    try:
-        return {"batch_size": _search_for_job(config, num_devices=num_devices)}
-    except (ConfigError, TrialFailed) as error:
-        return {"is_mistake": isinstance(error, ConfigError), "reason": str(error)}
-
-
 def _search_for_job(config: Config, *, num_devices: int) -> int:
     dump_folder = Path(config.job.dump_folder)
     found = find_batch_size(
         config,
-        device=probe(),
+        device=Device.here(),
         num_devices=num_devices,
         folder=dump_folder / TRIALS_FOLDER,
         store=dump_folder / STORE_NAME,

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
 from torchditan.ablation.grid import PARALLEL, PRECISION, Run
-from torchditan.run.provenance import importable
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,12 @@ class Device:
     """Reason why float8 cells cannot run here."""
     no_emulated_float8: str | None
 
+    @staticmethod
+    def here() -> Device:
+        """Those that a run on this machine would use."""
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_look).result()
+
     def refuses(self, run: Run) -> str | None:
         """Reason why this machine cannot make the run; None if it can."""
         if self.count is not None and run.num_devices > self.count:
@@ -34,14 +38,6 @@ class Device:
         if run.axes[PRECISION] == "bfloat16_f8":
             return self.no_emulated_float8 if run.config.float8.emulate else self.no_float8
         return None
-
-
-def probe() -> Device:
-    """The device that a run on this machine would use."""
-    command = [sys.executable, "-m", "torchditan.ablation.device"]
-    answer = subprocess.run(command, capture_output=True, text=True, env=importable())
-    assert answer.returncode == 0, answer.stderr
-    return Device(**json.loads(answer.stdout.splitlines()[-1]))
 
 
 def _look() -> Device:
@@ -74,7 +70,3 @@ def _look() -> Device:
         no_float8=refusal(emulate=False),
         no_emulated_float8=refusal(emulate=True),
     )
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(_look())))

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Makes the runs of a grid, one after another or through Slurm, and writes the ledger.
+"""Makes the runs of a grid through a launcher, and writes the ledger.
 
 Notable:
 - the folder of a grid is `<dump_folder>/<name>/`. `grid.json` describes the grid, `runs/` contains the run directories,
@@ -12,23 +12,23 @@ Notable:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torchditan.ablation.board import Board
-from torchditan.ablation.device import Device, probe
+from torchditan.ablation.device import Device
 from torchditan.ablation.grid import BATCH_SIZE, SEED, Grid, Run, is_grid
-from torchditan.ablation.launch import TRAIN, last_step
-from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
-from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
-from torchditan.ablation.maker import Maker, Watch, maker_of
+from torchditan.ablation.launch import SLURM_FOLDER, TRAIN, Launcher, Pending
+from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, row_of, write_ledger
+from torchditan.ablation.maker import Maker
 from torchditan.config.errors import ConfigError
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import take_lock
@@ -38,6 +38,7 @@ RETRIED = ("error", "timeout")
 """Statuses that a repeated command retries by default."""
 
 _KIND = "torchditan ablation grid"
+_POLL_S = 1.0
 
 
 @dataclass
@@ -63,8 +64,6 @@ class GridFolder:
             raise ConfigError(f"{self.path} is not a writable folder ({error.strerror})") from None
         try:
             take_lock(lock, self.path, holder="runner", remedy="name a new folder with --name")
-            # Check again under the lock: another runner may have created the grid in between.
-            self._refuse_other_content()
             self.rows = {row["run_name"]: row for row in read_ledger(self.path, axes=self.grid.columns)}
             content = {"schema_version": SCHEMA_VERSION, "kind": _KIND, **asdict(self.grid)}
             write_file(self.path / GRID_NAME, json.dumps(content, indent=2, ensure_ascii=False).encode())
@@ -72,47 +71,33 @@ class GridFolder:
         finally:
             os.close(lock)
 
-    def keep(self, row: Row, order: Sequence[str]) -> None:
-        """Add a row to the ledger. Rows are in the order of the grid, followed by rows of removed cells."""
-        self.rows[row["run_name"]] = row
-        self.write(order)
-
     def write(self, order: Sequence[str]) -> None:
+        """Write the ledger. Rows are in the order of the grid, followed by rows of removed cells."""
         ours = [self.rows[name] for name in order if name in self.rows]
         others = [row for name, row in self.rows.items() if name not in set(order)]
         write_ledger(self.path, [*ours, *others], axes=self.grid.columns)
 
     def _refuse_other_content(self) -> None:
-        if not self.path.exists():
-            return
-        if not (self.path / GRID_NAME).exists():
-            strangers = (
-                []
-                if not self.path.is_dir()
-                else [path.name for path in self.path.iterdir() if path.name not in (".lock", SLURM_FOLDER)]
-            )
-            if strangers or not self.path.is_dir():
-                raise ConfigError(f"{self.path} is not a grid folder (no {GRID_NAME}); name another with --name")
-            return
-        there, here = _identity(read_grid(self.path)), _identity(json.loads(json.dumps(asdict(self.grid))))
-        for key, value in here.items():
-            if there.get(key) != value:
-                raise ConfigError(
-                    f"{self.path} holds another grid: {key} is {json.dumps(there.get(key))} there and "
-                    f"{json.dumps(value)} here; name a new folder with --name"
-                )
+        if (self.path / GRID_NAME).exists():
+            there, here = _identity(read_grid(self.path)), _identity(json.loads(json.dumps(asdict(self.grid))))
+            for key, value in here.items():
+                if there.get(key) != value:
+                    raise ConfigError(
+                        f"{self.path} holds another grid: {key} is {json.dumps(there.get(key))} there and "
+                        f"{json.dumps(value)} here; name a new folder with --name"
+                    )
+        elif self.path.is_dir() and {path.name for path in self.path.iterdir()} - {".lock", SLURM_FOLDER}:
+            raise ConfigError(f"{self.path} is not a grid folder (no {GRID_NAME}); name another with --name")
 
 
 def _identity(content: dict[str, Any]) -> dict[str, Any]:
     """What cannot change in the folder of a grid. With `one_at_a_time`, runs are named by changes from the baseline."""
-    axes: dict[str, list[Any]] = content.get("axes", {})
-    keys = ("name", "base", "settings", "steps", "window", "autotune", "memory_limit_gib")
-    is_one_at_a_time = bool(content.get("one_at_a_time"))  # older grids lack it
-    baseline = {axis: values[0] for axis, values in axes.items() if axis != SEED} if is_one_at_a_time else {}
+    axes: dict[str, list[Any]] = content["axes"]
+    keys = ("name", "base", "settings", "steps", "window", "autotune", "memory_limit_gib", "one_at_a_time")
+    baseline = {axis: values[0] for axis, values in axes.items() if axis != SEED and content.get("one_at_a_time")}
     return {
         **{key: content.get(key) for key in keys},
         "axes": sorted(axes),
-        "one_at_a_time": is_one_at_a_time,
         **{f"the first value of {axis}": value for axis, value in baseline.items()},
     }
 
@@ -129,10 +114,9 @@ def read_grid(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a grid folder: it has no readable {GRID_NAME}") from None
     if not is_grid(content) or not {"name", "axes"} <= content.keys():
         raise ConfigError(f"{path} is not a grid folder: its {GRID_NAME} does not describe a grid")
-    if content.get("kind") != _KIND or content.get("schema_version") != SCHEMA_VERSION:
-        version = content.get("schema_version")
-        right = f"this version reads {SCHEMA_VERSION}; name another folder with --name"
-        raise ConfigError(f"{path}/{GRID_NAME} has schema version {version}: {right}")
+    if (content.get("kind"), content.get("schema_version")) != (_KIND, SCHEMA_VERSION):
+        version = f"has schema version {content.get('schema_version')}: this version reads {SCHEMA_VERSION}"
+        raise ConfigError(f"{path}/{GRID_NAME} {version}; name another folder with --name")
     return content
 
 
@@ -148,45 +132,35 @@ def run_grid(
     path: Path,
     launcher: Launcher,
     retry: Sequence[str] = RETRIED,
-    board: Callable[[int, int], Board] | None = None,
-    find_device: Callable[[], Device] | None = probe,
     program: tuple[str, ...] = TRAIN,
-    poll_s: float = 1.0,
+    stream: TextIO | None = None,
 ) -> list[Row]:
     """Make the missing runs of `grid`. Returns the rows of all runs, in order.
 
     Args:
         grid: result of `load_grid`.
         path: folder of the grid.
-        launcher: LocalLauncher, or SlurmLauncher.
+        launcher: where runs are made.
         retry: statuses of runs to make again.
-        board: creates the live table from (number of runs, width of their names).
-        find_device: detects the devices of this machine; None if the runs are made on other machines.
         program: of a rank, as in `Job`.
-        poll_s: seconds between two checks of submitted runs.
+        stream: for the table of the runs; None: stdout.
 
     Raises:
         ConfigError: the grid or the folder is invalid, see GridFolder and Grid.runs. No run was started.
     """
     runs = grid.runs()
-    order = [run.name for run in runs]
+    device = Device.here() if launcher.is_here else None
+    if device is not None and all(device.refuses(run) for run in runs):
+        raise ConfigError(f"{grid.name}: no run can be made here: {device.refuses(runs[0])}")
     folder = GridFolder(path, grid)
-    maker = maker_of(grid, path, program=program)
-    device = find_device() if find_device is not None else None
-    refused = {} if device is None else {run.name: device.refuses(run) for run in runs}
-    if refused and all(refused.values()):
-        raise ConfigError(f"{grid.name}: no run can be made here: {refused[order[0]]}")
     with folder.hold():
-        shown = (board or _board)(len(runs), max(map(len, order)))
-        where = device.name if device else "slurm"
-        shown.begin(f"{grid.name}: {len(runs)} runs of {grid.steps} steps on {where}, into {path}")
-        _Schedule(runs, folder, maker, launcher, device, refused, shown, retry, poll_s).work()
-        shown.close()
-    return [folder.rows[name] for name in order]
-
-
-def _board(num_runs: int, name_width: int) -> Board:
-    return Board(sys.stdout, num_runs=num_runs, name_width=name_width)
+        board = Board(stream or sys.stdout, num_runs=len(runs), name_width=max(len(run.name) for run in runs))
+        where = device.name if device else "other machines"
+        board.begin(f"{grid.name}: {len(runs)} runs of {grid.steps} steps on {where}, into {path}")
+        maker = Maker(replace(grid), path, program, board if launcher.is_here else None)
+        _Schedule(runs, folder, maker, launcher, device, board, retry).work()
+        board.close()
+    return [folder.rows[run.name] for run in runs]
 
 
 @dataclass
@@ -198,29 +172,28 @@ class _Schedule:
     maker: Maker
     launcher: Launcher
     device: Device | None
-    refused: dict[str, str | None]
     board: Board
     retry: Sequence[str]
-    poll_s: float
 
     def work(self) -> None:
         waiting = self._runs_to_make()
-        pending: dict[str, tuple[Run, Pending]] = {}
+        pending: list[tuple[Run, Pending]] = []
         try:
             while waiting or pending:
                 waiting = self._skip(waiting)
-                for run in self._ready(waiting, [run for run, _ in pending.values()]):
+                for run in self._ready(waiting, [run for run, _ in pending]):
                     waiting.remove(run)
-                    pending[run.name] = (run, self._submit(run))
-                finished = [run for run, job in pending.values() if job.done()]
-                for run in finished:
-                    self._keep(pending.pop(run.name)[1].result(), is_new=True)
+                    pending.append((run, self._submit(run)))
+                finished = [(run, work) for run, work in pending if work.done()]
+                for run, work in finished:
+                    pending.remove((run, work))
+                    self._keep(self._result(run, work))
                 if pending and not finished:
                     self.board.running(lambda: f"{len(pending)} running")
-                    time.sleep(self.poll_s)
+                    time.sleep(_POLL_S)
         finally:
-            for _, job in pending.values():
-                job.cancel()
+            for _, work in pending:
+                work.cancel()
 
     def _runs_to_make(self) -> list[Run]:
         """Show the rows that need no new run. Returns the other runs, including all skipped ones."""
@@ -244,14 +217,12 @@ class _Schedule:
                 out_of_memory[run.cell] = min(batch_size, out_of_memory.get(run.cell, batch_size))
         left = []
         for run in waiting:
-            reason = self.refused.get(run.name)
             smaller = out_of_memory.get(run.cell)
-            if reason is None and smaller is not None and smaller < run.axes[BATCH_SIZE]:
-                reason = f"{BATCH_SIZE} {smaller} {SKIPPED_AFTER_OOM}"
-            if reason is None:
+            if smaller is None or run.axes[BATCH_SIZE] <= smaller:
                 left.append(run)
             else:
-                self._keep(self.maker.skipped_row(run, reason, device=self.device), is_new=False)
+                reason = f"{BATCH_SIZE} {smaller} {SKIPPED_AFTER_OOM}"
+                self._keep(row_of(self.maker.grid, run, "skipped", reason, device=self.device))
         return left
 
     def _ready(self, waiting: list[Run], pending: list[Run]) -> list[Run]:
@@ -266,15 +237,21 @@ class _Schedule:
         return ready
 
     def _submit(self, run: Run) -> Pending:
-        started = time.monotonic()
+        work = functools.partial(self.maker.make, run, self.device)
+        return self.launcher.submit(
+            work, name=run.name, num_devices=run.num_devices, timeout_s=self.maker.grid.timeout_s
+        )
 
-        def describe() -> str:
-            seconds = int(time.monotonic() - started)
-            return f"{run.name}: step {last_step(self.maker.run_folder(run))}/{self.maker.steps}, {seconds} s"
+    def _result(self, run: Run, work: Pending) -> Row:
+        try:
+            row: Row = work.result()
+        except Exception as error:  # the job was refused or preempted, its node failed, or its time expired
+            where = f"job {work.job_id}" if hasattr(work, "job_id") else "not submitted"
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            row = row_of(self.maker.grid, run, "error", f"{where}: {reason}", device=None)
+        return row
 
-        watch = Watch(tick=lambda: self.board.running(describe), say=self.board.line)
-        return self.launcher.submit(self.maker, run, device=self.device, watch=watch)
-
-    def _keep(self, row: Row, *, is_new: bool) -> None:
-        self.folder.keep(row, [run.name for run in self.runs])
-        self.board.row(row, is_new=is_new)
+    def _keep(self, row: Row) -> None:
+        self.folder.rows[row["run_name"]] = row
+        self.folder.write([run.name for run in self.runs])
+        self.board.row(row, is_new=row["status"] != "skipped")

@@ -21,6 +21,9 @@ from torchditan.supervision.exit_status import Interrupted, NotSaved
 from torchditan.supervision.preemption import StopAgreement
 from torchditan.supervision.supervision import Supervision
 
+_MAX_ROLLBACKS = 3
+"""Returns to the same checkpoint, after which a run ends."""
+
 
 class RunCheckpoints:
     """Saves and loads the complete run.
@@ -184,8 +187,8 @@ class Rollback:
             raise divergence
         self.num_tries = 1 if progress.step != self.tried_step else self.num_tries + 1
         self.tried_step = progress.step
-        if self.num_tries > training.max_rollbacks:
-            after = f"after {training.max_rollbacks} rollback(s) to step {progress.step}, each with other data"
+        if self.num_tries > _MAX_ROLLBACKS:
+            after = f"after {_MAX_ROLLBACKS} rollback(s) to step {progress.step}, each with other data"
             raise DivergenceError(divergence.step, f"{divergence.what}, {after}")
         progress.rollbacks = rollbacks + 1
         first, progress.position = progress.position, behind

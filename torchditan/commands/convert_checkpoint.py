@@ -93,17 +93,12 @@ def export_file(argv: list[str]) -> None:
         print(f"in diffusers: {exported.how_to_open}{why}", *exported.notes, sep="\n")
 
 
-GIVEN = ("num_heads", "sample_size", "noise_schedule", "prediction")
-"""What the user states because some files do not contain it; fields of `formats.Given`."""
-PLACES = ("--dataset.root_dir", "--autoencoder.path")
-"""Options that depend on the machine; a file that `export` wrote has all others."""
-
-
 def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of `import`, and the remaining flags for the run's configuration."""
     from torchditan.config.command_line import ScriptParser, count
-    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.errors import option_error
     from torchditan.registry import FORMATS
+    from torchditan.weights.formats import IMPORT_OPTIONS
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder", "sampling"))
     parser.prog = f"{parser.prog} import"
@@ -130,15 +125,11 @@ def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prediction", help="diffusion.prediction, for a diffusers folder without scheduler/")
     arguments, flags = parser.parse(argv)
     if arguments.format is None:
-        for name in ("weights", "num_classes", *GIVEN):
+        for name in ("weights", "num_classes", *IMPORT_OPTIONS):
             if getattr(arguments, name) is not None:
                 raise option_error(
                     f"--{name}", getattr(arguments, name), "has an effect only with --format; see --help"
                 )
-        for flag in flags:
-            if flag.startswith("--") and flag.partition("=")[0] not in PLACES:
-                right = f"needs --format; for a file that `export` wrote must be {' or '.join(PLACES)}, see --help"
-                raise ConfigError(f"{flag.partition('=')[0]} {right}")
     return arguments, flags
 
 
@@ -146,35 +137,30 @@ def import_file(argv: list[str]) -> None:
     arguments, flags = parse_import(argv)
 
     from torchditan.run.progress import report_progress
+    from torchditan.weights.formats import IMPORT_OPTIONS
+    from torchditan.weights.importing import CONTINUE_FILE, import_weights
 
-    path, run, overwrite = arguments.path, arguments.run, arguments.overwrite
-    if arguments.format is None:
-        from torchditan.weights.importing import import_weights
-
-        with report_progress(f"importing {path}"):
-            weights = import_weights(path, run, flags=flags, overwrite=overwrite)
-        print(f"{run}: {weights.kind} weights of step {weights.step}, for torchditan generate and evaluate")
-        return
-    from torchditan.weights.formats import Given
-    from torchditan.weights.imported_format import CONTINUE_FILE, import_format
-
+    path, run, values = arguments.path, arguments.run, vars(arguments)
     start = time.perf_counter()
     with report_progress(f"importing {path}"):
-        weights, notes = import_format(
+        weights = import_weights(
             path,
             run,
             format=arguments.format,
             kind=arguments.weights,
-            given=Given(**{name: getattr(arguments, name) for name in GIVEN}),
+            given={name: values[name] for name in IMPORT_OPTIONS if values[name] is not None},
             num_classes=arguments.num_classes,
             flags=flags,
-            overwrite=overwrite,
+            overwrite=arguments.overwrite,
         )
+    if arguments.format is None:
+        print(f"{run}: {weights.kind} weights of step {weights.step}, for torchditan generate and evaluate")
+        return
     print(
         f"{run}: {weights.kind} weights of {path}, {weights.num_values / 1e6:,.1f}M parameters in "
         f"{time.perf_counter() - start:.1f} s"
     )
-    for note in notes:
+    for note in weights.notes:
         print(f"- {note}")
     dataset = weights.checked_config().dataset
     needs_images = dataset.root_dir is None and dataset.dataset_name in ("folder", "imagenet")

@@ -196,7 +196,7 @@ def preview(
 
 def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
     from torchditan.autoencoders import open_autoencoder
-    from torchditan.config.errors import option_error
+    from torchditan.config.errors import option_error, printable
     from torchditan.config.options import cache_folder
     from torchditan.job.check_files import refuse_unreadable
     from torchditan.latents.encoding import as_stored, denormalize, describe_encoding, encode
@@ -262,14 +262,13 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             rank=rank,
             batch_size=arguments.batch_size,
             num_workers=config.dataset.num_workers,
-            prefetch_factor=config.dataset.prefetch_factor,
             moments=moments,
             skips_corrupt=skips_corrupt,
         )
         check = partial(refuse_unreadable, dataset, cache_folder=cache_folder(config))
         run_split(writer, work, rank=rank, **({} if skips_corrupt else {"check": check}))
         if rank.rank == 0 and split == "train":
-            print("".join(f"  {line}\n" for line in dataset.reading), end="")
+            print("".join(f"  {printable(line)}\n" for line in dataset.reading), end="")
 
 
 def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:

@@ -19,8 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +39,10 @@ from torchditan.evaluation.card import (
     CARD_FILE,
     Card,
     ImageSet,
-    Origin,
+    about_run,
     card_figures,
     environment_of,
-    origin_of_run,
     read_card,
-    sampling_settings,
 )
 from torchditan.evaluation.card_tables import table, write_card
 from torchditan.registry import FAMILIES, METRICS, entry_name
@@ -58,8 +55,10 @@ from torchditan.weights.shared import check_address
 if TYPE_CHECKING:
     from torchditan.data_stream.datasets import ImageDataset
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.evaluator import Evaluator, RealImages
+    from torchditan.evaluation.drawing import Drawing
+    from torchditan.evaluation.evaluator import Evaluator
     from torchditan.evaluation.metric import Pictures, Source, ToPixels
+    from torchditan.evaluation.quality import Quality
     from torchditan.evaluation.sample_parts import SampleParts
     from torchditan.weights.trained_model import TrainedModel
 
@@ -168,6 +167,8 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
     `--sampling.guidance_interval 0.2 0.8` is one value, as elsewhere; several are `0,1 0.2,0.8`.
     """
+    from torchditan.evaluation.drawing import sampling_settings
+
     groups: list[list[str]] = []
     for word in flags:
         if word.startswith("--") or not groups:
@@ -221,26 +222,24 @@ def is_judged_by_prompts(args: argparse.Namespace, trained: TrainedModel | None)
     return evaluator.is_judged_by_prompts(args.metrics or [], trained.config.dataset.dataset_name)
 
 
-def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels) -> RealImages:
+def open_real_images(args: argparse.Namespace, trained: TrainedModel | None) -> dict[Source, ImageDataset]:
     """Training and held-out images of the run; none for metrics of prompts, or if they are not needed and not there.
 
     Raises:
         ConfigError: they cannot be read, or a model of captions does not draw such pictures.
     """
     from torchditan.datasets import build_dataset
-    from torchditan.evaluation.evaluator import RealImages
 
     if trained is None or args.without_data or is_judged_by_prompts(args, trained):
-        return RealImages({}, to_pixels=decode, has_labels=False)
+        return {}
     config = trained.config
     is_other = config.model.name in FAMILIES or trained.is_latent or config.dataset.aspect_buckets
     if trained.takes_prompts and is_other:
         right = "must be a run of model.name dit on pixels of one size; others are compared during training"
         raise ConfigError(f"{args.run} was trained on captions; {right} (docs/finetune.md, Validation)")
     places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
-    datasets: dict[Source, ImageDataset] = {}
     try:
-        datasets = {
+        return {
             "train": build_dataset(config.dataset, split="train", **places),
             "held_out": build_dataset(config.dataset, split="validation", **places),
         }
@@ -248,173 +247,54 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
         if args.reference is None:
             raise
         note(f"no copy check and no held-out figures: {error}")
-    return RealImages(
-        datasets,
-        to_pixels=trained.real_to_pixels if config.autoencoder.online else decode,
-        has_labels=trained.num_classes > 0,
-        corrupt_images=config.dataset.corrupt_images,
-    )
+        return {}
 
 
-@dataclass
-class Subject:
-    """What is evaluated: samples of a run, drawn with each seed, or the images of a file."""
+def number_and_size(
+    args: argparse.Namespace, trained: TrainedModel | None, *, is_small: bool, num_training: int
+) -> tuple[int, tuple[int, int]]:
+    """The number of generated images of each seed, and their height and width."""
+    from torchditan.evaluation.sample_batches import image_shape
 
-    args: argparse.Namespace
-    trained: TrainedModel | None
-    decode: ToPixels
-    rank: Rank
-    num_training: int
-    """Training images that are read."""
-    is_one_of_several: bool
-    parts: dict[int, SampleParts] = field(default_factory=dict, init=False)
-    """The finished samples of each seed."""
-
-    @property
-    def num_classes(self) -> int:
-        return 0 if self.args.images is not None or self.trained is None else self.trained.num_classes
-
-    @cached_property
-    def shape(self) -> tuple[int, int, int]:
-        """Number of images, height and width."""
-        from torchditan.evaluation.sample_batches import image_shape
-
-        args = self.args
-        if args.images is not None:
-            return image_shape(args.images)
-        assert self.trained is not None
-        number = self.num_training if self.has_few_real_images else NUM_SAMPLES
-        if is_judged_by_prompts(args, self.trained):
-            number = NUM_OF_PROMPTS
-        if args.samples_per_class is not None:
-            number = args.samples_per_class * max(1, self.num_classes)
-        return args.num_samples or number, *self.trained.image_size
-
-    @property
-    def num_images(self) -> int:
-        return self.shape[0]
-
-    @property
-    def seeds(self) -> list[int]:
-        return [self.args.seed + number for number in range(self.args.seeds)]
-
-    @property
-    def has_few_real_images(self) -> bool:
-        """Too few training images for a Fréchet distance over EfficientNet-Lite0."""
-        from torchditan.evaluation.efficientnet_lite import NUM_FEATURES
-
-        return self.args.reference is None and 0 < self.num_training <= NUM_FEATURES
-
-    def pictures(self, seed: int, evaluator: Evaluator) -> Iterator[Pictures]:
-        """This rank's part."""
-        from torchditan.evaluation.drawing import draw_pictures, plan_prompts, plan_samples
-        from torchditan.evaluation.sample_parts import SampleParts
-
-        args, trained = self.args, self.trained
-        if args.images is not None:
-            return self._pictures_of_file()
-        assert trained is not None
-        if trained.takes_prompts:
-            prompts = evaluator.prompts(args.prompts or [], num_samples=self.num_images)
-            plan = plan_prompts(self.num_images, prompts, trained.encode_prompts(prompts))
-        else:
-            plan = plan_samples(
-                self.num_images,
-                num_classes=self.num_classes,
-                class_balance=args.class_balance,
-                class_counts=evaluator.class_counts,
-                seed=seed,
-            )
-        self.parts[seed] = SampleParts(self.folder / "parts", plan, seed=seed, settings=self._settings())
-        return draw_pictures(
-            trained.sampler,
-            trained.model,
-            plan,
-            seed=seed,
-            batch_size=args.batch_size,
-            to_pixels=self.decode,
-            rounding=args.rounding,
-            parts=self.parts[seed],
-        )
-
-    def _pictures_of_file(self) -> Iterator[Pictures]:
-        import torch
-
-        from torchditan.evaluation.metric import Pictures
-        from torchditan.evaluation.sample_batches import read_images
-
-        batch_size = self.args.batch_size
-        for batch, images in enumerate(read_images(self.args.images, batch_size=batch_size)):
-            if batch % self.rank.world_size == self.rank.rank:
-                numbers = torch.arange(batch * batch_size, batch * batch_size + len(images))
-                yield Pictures(images, None, numbers, "generated")
-
-    def _settings(self) -> dict[str, Any]:
-        """All that determines the samples but their seed."""
-        args, trained = self.args, self.trained
-        assert trained is not None
-        return {
-            "run_id": trained.run_id,
-            "step": trained.step,
-            "weights": trained.weights,
-            "sampling": sampling_settings(trained.config.sampling),
-            "autoencoder": asdict(trained.config.autoencoder),
-            "model": trained.config.model.path,
-            "num_samples": self.num_images,
-            "class_balance": args.class_balance if self.num_classes else None,
-            "rounding": args.rounding,
-            "device": self.rank.device.type,
-            "float32_matmul_precision": args.float32_matmul_precision,
-        }
-
-    @cached_property
-    def folder(self) -> Path:
-        """Of the card. By default it says what is evaluated, and ends in a hash of all settings."""
-        args, trained = self.args, self.trained
-        if args.out is not None and not self.is_one_of_several:
-            return args.out
-        reference = None if args.reference is None else str(args.reference.resolve())
-        shared = [args.metrics, reference, args.epochs, *([args.prompts] if args.prompts else [])]
-        if args.images is not None:
-            run = None if args.run is None else str(args.run.resolve())
-            return args.images.with_name(f"{args.images.stem}_evaluation_{short_hash([*shared, run])}")
-        assert trained is not None
-        sampling = trained.config.sampling
-        words = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
-        words += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
-        words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
-        words += [f"{self.num_images}-samples", short_hash([self._settings(), *shared])]
-        return (args.out or trained.folder / "evaluation") / "_".join(words)
+    if args.images is not None:
+        number, *size = image_shape(args.images)
+        return number, (size[0], size[1])
+    assert trained is not None
+    number = args.num_samples or (num_training if is_small else NUM_SAMPLES)
+    if args.samples_per_class is not None:
+        number = args.samples_per_class * max(1, trained.num_classes)
+    elif args.num_samples is None and is_judged_by_prompts(args, trained):
+        number = NUM_OF_PROMPTS
+    return number, trained.image_size
 
 
-def short_hash(settings: Any) -> str:
-    return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:6]
-
-
-def choose_metrics(subject: Subject) -> list[str]:
+def choose_metrics(
+    args: argparse.Namespace, trained: TrainedModel | None, *, is_small: bool, num_training: int
+) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
     from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 
-    if subject.args.metrics is not None:
-        return subject.args.metrics
-    if is_judged_by_prompts(subject.args, subject.trained):
+    if args.metrics is not None:
+        return args.metrics
+    if is_judged_by_prompts(args, trained):
         return ["prompts"]
+    number, (height, width) = number_and_size(args, trained, is_small=is_small, num_training=num_training)
     has_effnet = importlib.util.find_spec(PACKAGE) is not None
-    if has_effnet and subject.has_few_real_images:
+    if has_effnet and is_small:
         note(
-            f"{subject.num_images:,} samples for copies, KID and precision. No Fréchet distance and no classifier: for "
-            f"these, {subject.num_training:,} training images are too few; they need more than {NUM_FEATURES:,}"
+            f"{number:,} samples for copies, KID and precision. No Fréchet distance and no classifier: for "
+            f"these, {num_training:,} training images are too few; they need more than {NUM_FEATURES:,}"
         )
         return ["effnet"]
     missing = {}
-    if not subject.num_classes or not subject.num_training:
+    if args.images is not None or trained is None or not trained.num_classes or not num_training:
         missing["classifier"] = "needs a model of classes and its training images"
-    elif subject.num_training * 3 * subject.shape[1] * subject.shape[2] > MAX_CLASSIFIER_VALUES:
+    elif num_training * 3 * height * width > MAX_CLASSIFIER_VALUES:
         missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
     if not has_effnet:
         missing["effnet"] = f"needs {how_to_install('evaluation')}"
-    elif subject.num_images <= NUM_FEATURES:
-        missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {subject.num_images}"
+    elif number <= NUM_FEATURES:
+        missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {number}"
     for name, why in missing.items():
         note(f"without {name}, which {why}")
     chosen = [name for name in DEFAULT_METRICS if name not in missing]
@@ -423,49 +303,197 @@ def choose_metrics(subject: Subject) -> list[str]:
     return chosen
 
 
-def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Evaluator:
-    """The metrics of this rank. Without a run, features of real images are not cached."""
-    from torchditan.distributed.precision import float64_device
-    from torchditan.evaluation.evaluator import Evaluator, feature_cache_folder
-    from torchditan.evaluation.metric import Evaluation
-    from torchditan.evaluation.quality import Quality
+class Subject:
+    """What is evaluated, with all its seeds: the images of a file, or samples of a run at one set of options.
 
-    args, trained = subject.args, subject.trained
-    class_names = trained.class_names if trained is not None else []
-    if real.has_labels and "train" in real.datasets:
-        class_names = real.datasets["train"].class_names
-    samples_name, unlabelled = "--num_samples", f"{args.run} was trained without labels; leave it out"
-    if args.images is not None:
-        samples_name, unlabelled = str(args.images), "needs samples of known classes; leave it out"
-    elif args.samples_per_class is not None:
-        samples_name = f"--samples_per_class {args.samples_per_class}"
-    evaluation = Evaluation(
-        class_names=class_names,
-        seed=args.seed,
-        epochs=args.epochs,
-        device=str(float64_device(subject.rank.device)),
-        cache_folder=None if trained is None else feature_cache_folder(trained.config),
-        inception_weights=args.inception_weights,
-        reference=args.reference,
-        samples_name=samples_name,
-    )
-    evaluator = Evaluator(
-        names,
-        evaluation,
-        real,
-        num_samples=subject.num_images,
-        image_size=subject.shape[1:],
-        without_labels=None if subject.num_classes else unlabelled,
-        prompts_of=trained.config.dataset.dataset_name if trained is not None and trained.takes_prompts else None,
-    )
-    if args.save_reference is not None and not any(isinstance(metric, Quality) for metric in evaluator.metrics):
-        raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
-    return evaluator
+    Args:
+        args: of the command.
+        trained: the run, with the [sampling] options of this evaluation; None without one.
+        evaluator: with the metrics, after it read the real images.
+        decode: from samples to pixels.
+        is_one_of_several: of values in one command.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        trained: TrainedModel | None,
+        evaluator: Evaluator,
+        *,
+        decode: ToPixels,
+        rank: Rank,
+        is_one_of_several: bool,
+    ) -> None:
+        self.args = args
+        self.trained = trained
+        self.evaluator = evaluator
+        self.decode = decode
+        self.rank = rank
+        self.seeds = [args.seed + number for number in range(args.seeds)]
+        reference = None if args.reference is None else str(args.reference.resolve())
+        shared = [args.metrics, reference, args.epochs, args.prompts]
+        if args.images is not None:
+            run = None if args.run is None else str(args.run.resolve())
+            self.folder = args.out or args.images.with_name(
+                f"{args.images.stem}_evaluation_{short_hash([*shared, run])}"
+            )
+            return
+        assert trained is not None
+        self.drawings = {seed: self._drawing(trained, seed) for seed in self.seeds}
+        sampling = trained.config.sampling
+        settings = [asdict(trained.config.autoencoder), args.rounding, args.float32_matmul_precision]
+        self.digests = {seed: drawing.digest(settings) for seed, drawing in self.drawings.items()}
+        words = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
+        words += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
+        words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
+        words += [f"{evaluator.num_samples}-samples", short_hash([*self.digests.values(), *shared])]
+        self.folder = args.out or trained.folder / "evaluation"
+        if args.out is None or is_one_of_several:
+            self.folder /= "_".join(words)
+
+    def _drawing(self, trained: TrainedModel, seed: int) -> Drawing:
+        rows, order = self.evaluator.choose_samples(
+            seed=seed,
+            class_balance=self.args.class_balance,
+            encode=trained.encode_prompts,
+            prompts=self.args.prompts or [],
+        )
+        return trained.drawing(rows, order, seed=seed)
+
+    def parts(self, seed: int) -> SampleParts:
+        """The finished samples of a seed."""
+        from torchditan.evaluation.sample_parts import SampleParts
+
+        folder = self.folder / "parts" / f"seed-{seed}_{self.digests[seed][:12]}"
+        return SampleParts(folder, len(self.drawings[seed]))
+
+    def pictures(self, seed: int) -> Iterator[Pictures]:
+        """This rank's part of the pictures."""
+        from torchditan.evaluation.sample_parts import draw_pictures
+
+        args, trained = self.args, self.trained
+        if args.images is not None:
+            return self._pictures_of_file()
+        assert trained is not None
+        return draw_pictures(
+            trained.sampler,
+            trained.model,
+            self.drawings[seed],
+            batch_size=args.batch_size,
+            to_pixels=self.decode,
+            rounding=args.rounding,
+            parts=self.parts(seed),
+        )
+
+    def _pictures_of_file(self) -> Iterator[Pictures]:
+        import torch
+
+        from torchditan.evaluation.metric import Pictures
+        from torchditan.evaluation.sample_batches import read_images
+
+        start = 0
+        for batch, images in enumerate(read_images(self.args.images, batch_size=self.args.batch_size)):
+            if batch % self.rank.world_size == self.rank.rank:
+                yield Pictures(images, None, torch.arange(start, start + len(images)), "generated")
+            start += len(images)
+
+    def finished_card(self, about: Mapping[str, Any]) -> Card | None:
+        """The card of the same settings that an earlier command wrote, if metrics, data and code are the same too."""
+        try:
+            card = read_card(self.folder)
+        except ConfigError:
+            return None
+        is_same = all(getattr(card, name) == value for name, value in {**about, "commit": git_commit()}.items())
+        return card if is_same and not self.args.save_images else None
+
+    def run(self, about: Mapping[str, Any]) -> Card:
+        """Draw and compare, and write the card, and the samples if they were asked for.
+
+        Args:
+            about: the entries of the card that all evaluations of the command share.
+        """
+        from torchditan.evaluation.drawing import sampling_settings
+
+        args, trained, rank = self.args, self.trained, self.rank
+        results, samples, started = [], [], time.perf_counter()
+        for seed in self.seeds:
+            samples.append(self.evaluator.show(self.pictures(seed)).content)
+            results.append(self.evaluator.compute())
+        figures, other = card_figures(results, num_images=self.evaluator.num_samples)
+        origin: dict[str, Any] = {}
+        if args.images is not None:
+            origin["images"] = ImageSet(source="file", path=str(args.images), content=sha256_of(args.images))
+            origin["reference_run"] = None if args.run is None else str(args.run)
+        else:
+            assert trained is not None
+            origin = about_run(
+                args.run,
+                trained.config,
+                trained.content,
+                step=trained.step,
+                images_seen=trained.images_seen,
+                weights=trained.weights,
+                model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+                sampling=sampling_settings(trained.config.sampling),
+                model_evaluations=trained.sampler.evaluations_per_sample(trained.config.sampling),
+            )
+            origin |= {"rounding": args.rounding, "batch_size": args.batch_size}
+            origin["class_balance"] = None if trained.takes_prompts else args.class_balance
+        card = Card(
+            **origin,
+            **environment_of(rank.device),
+            **about,
+            seeds=self.seeds,
+            num_samples=self.evaluator.num_samples,
+            prompts=args.prompts or [],
+            ranks=rank.world_size,
+            epochs=args.epochs,
+            extractors={
+                name: sha256 for metric in self.evaluator.metrics for name, sha256 in metric.extractors.items()
+            },
+            inception_weights=None if args.inception_weights is None else str(args.inception_weights),
+            figures=figures,
+            samples=samples,
+            other=other,
+            seconds=round(time.perf_counter() - started, 1),
+        )
+        if rank.rank == 0:
+            self._write(card)
+        return card
+
+    def _write(self, card: Card) -> None:
+        all_parts = {} if self.args.images is not None else {seed: self.parts(seed) for seed in self.seeds}
+        for seed, parts in all_parts.items() if self.args.save_images else ():
+            suffix = "" if len(self.seeds) == 1 else f"_seed-{seed}"
+            parts.write_npz(self.folder / f"samples{suffix}.npz")
+        write_card(self.folder, card)
+        for parts in all_parts.values():
+            parts.remove()
+        note(f"card: {self.folder / CARD_FILE}")
+
+
+def save_reference(path: Path, evaluator: Evaluator, quality: Quality) -> None:
+    """Write the training images, and statistics of the extractor's features. Only rank 0 has them all."""
+    from torchditan.evaluation.sample_batches import write_reference
+
+    pool, spatial = quality.reference_statistics()
+    pictures = evaluator.real_pictures("train", rank=0, world_size=1)
+    images = (batch.images.expand(-1, 3, -1, -1) for batch in pictures)
+    shape = (evaluator.shown["train"].num_images, *evaluator.image_size)
+    write_reference(path, images, shape=shape, pool=pool, spatial=spatial, extractor=quality.extractor.name)
+    note(f"reference: {path}")
+
+
+def short_hash(settings: Any) -> str:
+    return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:6]
 
 
 def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
     """Evaluate each combination of the values, write the cards, and print the figures."""
     from torchditan.distributed.process_group import from_rank_0
+    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES
+    from torchditan.evaluation.evaluator import Evaluator
+    from torchditan.evaluation.quality import Quality
     from torchditan.report.sampling_table import write_table
 
     fixed, several = split_flags(flags)
@@ -475,18 +503,36 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
         import_optional("matplotlib", extra="evaluation")
     trained = open_run(args, [*fixed, *given[0]], rank) if args.run is not None else None
     decode = trained.open_decoder() if trained is not None else lambda samples: samples  # before the slow work
-    real = open_real_images(args, trained, decode)
-    first = Subject(args, trained, decode, rank, len(real.datasets.get("train", ())), bool(several))
-    subjects = [first]
-    for settings in given[1:]:
-        assert trained is not None
-        config = override(trained.config, settings, sections=("sampling",))
-        subjects.append(replace(first, trained=replace(trained, config=config)))
-    names = choose_metrics(first)
-    evaluator = build_evaluator(first, names, real)
+    datasets = open_real_images(args, trained)
+    num_training = len(datasets.get("train", ()))
+    is_small = args.reference is None and 0 < num_training <= NUM_FEATURES  # for a Fréchet distance
+    names = choose_metrics(args, trained, is_small=is_small, num_training=num_training)
+    num_samples, size = number_and_size(args, trained, is_small=is_small, num_training=num_training)
+    samples_name = "--num_samples" if args.images is None else str(args.images)
+    if args.samples_per_class is not None:
+        samples_name = f"--samples_per_class {args.samples_per_class}"
+    evaluator = Evaluator(
+        None if trained is None else trained.config,
+        names,
+        datasets,
+        class_names=trained.class_names if trained is not None and args.images is None else [],
+        prompts_of=trained.config.dataset.dataset_name if trained is not None and trained.takes_prompts else None,
+        num_samples=num_samples,
+        image_size=size,
+        decode=decode,
+        device=rank.device,
+        seed=args.seed,
+        epochs=args.epochs,
+        inception_weights=args.inception_weights,
+        reference=args.reference,
+        samples_name=samples_name,
+    )
+    quality: Any = next((metric for metric in evaluator.metrics if isinstance(metric, Quality)), None)
+    if args.save_reference is not None and quality is None:
+        raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
     evaluator.read_real_images()
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
-    images: dict[str, ImageSet | None] = {
+    images = {
         source: ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
         for source, shown in evaluator.shown.items()
         if source != "generated"
@@ -494,111 +540,34 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
     if args.reference is not None:
         images["train"] = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
     if args.save_reference is not None and rank.rank == 0:
-        save_reference(args.save_reference, evaluator, image_size=first.shape[1:])
+        save_reference(args.save_reference, evaluator, quality)
 
+    about = {"metrics": names, "reference": images.get("train"), "held_out": images.get("held_out")}
+    subjects = []
+    for settings in given:
+        one = trained
+        if trained is not None and several:
+            one = replace(trained, config=override(trained.config, settings, sections=("sampling",)))
+        subjects.append(Subject(args, one, evaluator, decode=decode, rank=rank, is_one_of_several=bool(several)))
     cards = []
     for number, (subject, point) in enumerate(zip(subjects, points, strict=True), start=1):
         card = None
         if several:
             note(f"{number} of {len(points)}: {', '.join(f'{name} {value}' for name, value in point.items())}")
-            card = from_rank_0(finished_card(subject, names, images))
-        cards.append(card or draw_and_compare(subject, evaluator, names, images))
+            card = from_rank_0(subject.finished_card(about))
+        cards.append(card or subject.run(about))
     if rank.rank > 0:
         return
     if several:
         name = f"{'_'.join(several)}_{short_hash([subject.folder.name for subject in subjects])}"
-        folder = args.out or first.folder.parent / name
+        folder = args.out or subjects[0].folder.parent / name
         print(write_table(folder, points, cards))
-        print(f"table and plot: {folder}", file=sys.stderr)
+        note(f"table and plot: {folder}")
     else:
         print(table(cards[0]))
     for name, reason in cards[0].other.items():
         if isinstance(reason, str):
             print(f"{name}: {reason}")
-
-
-def finished_card(subject: Subject, names: list[str], images: Mapping[str, ImageSet | None]) -> Card | None:
-    """The card of the same settings that an earlier command wrote, if metrics, data and code are the same too."""
-    try:
-        card = read_card(subject.folder)
-    except ConfigError:
-        return None
-    wanted = (names, images.get("train"), images.get("held_out"), git_commit())
-    is_same = (card.metrics, card.reference, card.held_out, card.commit) == wanted
-    return card if is_same and not subject.args.save_images else None
-
-
-def draw_and_compare(
-    subject: Subject, evaluator: Evaluator, names: list[str], images: Mapping[str, ImageSet | None]
-) -> Card:
-    """Evaluate one subject, and write its card, and the samples if they were asked for."""
-    args, trained, rank = subject.args, subject.trained, subject.rank
-    results, samples, started = [], [], time.perf_counter()
-    for seed in subject.seeds:
-        samples.append(evaluator.show(subject.pictures(seed, evaluator)).content)
-        results.append(evaluator.compute())
-    figures, other = card_figures(results, num_images=subject.num_images)
-    is_run = args.images is None
-    if is_run:
-        assert trained is not None
-        origin = origin_of_run(
-            args.run,
-            trained.config,
-            trained.content,
-            step=trained.step,
-            images_seen=trained.images_seen,
-            weights=trained.weights,
-            model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
-            model_evaluations=trained.sampler.evaluations_per_sample(),
-        )
-    else:
-        origin = Origin(images=ImageSet(source="file", path=str(args.images), content=sha256_of(args.images)))
-    card = Card(
-        **vars(origin),
-        **environment_of(rank.device),
-        seeds=subject.seeds,
-        num_samples=subject.num_images,
-        class_balance=args.class_balance if trained is not None and is_run and not trained.takes_prompts else None,
-        prompts=args.prompts or [],
-        rounding=args.rounding if is_run else None,
-        batch_size=args.batch_size if is_run else None,
-        ranks=rank.world_size,
-        metrics=names,
-        epochs=args.epochs,
-        reference=images.get("train"),
-        reference_run=None if is_run or args.run is None else str(args.run),
-        held_out=images.get("held_out"),
-        extractors={name: sha256 for metric in evaluator.metrics for name, sha256 in metric.extractors.items()},
-        inception_weights=None if args.inception_weights is None else str(args.inception_weights),
-        figures=figures,
-        samples=samples,
-        other=other,
-        seconds=round(time.perf_counter() - started, 1),
-    )
-    if rank.rank == 0:
-        for seed, parts in subject.parts.items() if args.save_images else ():
-            suffix = "" if len(subject.seeds) == 1 else f"_seed-{seed}"
-            parts.write_npz(subject.folder / f"samples{suffix}.npz")
-        write_card(subject.folder, card)
-        for parts in subject.parts.values():
-            parts.remove()
-        print(f"card: {subject.folder / CARD_FILE}", file=sys.stderr)
-    return card
-
-
-def save_reference(path: Path, evaluator: Evaluator, *, image_size: tuple[int, int]) -> None:
-    """Write the training images, and statistics of the first extractor's features. Only rank 0 has them all."""
-    from torchditan.evaluation.quality import Quality
-    from torchditan.evaluation.sample_batches import write_reference
-
-    metric = next(metric for metric in evaluator.metrics if isinstance(metric, Quality))
-    pool, spatial = metric.reference_statistics()
-    images = (
-        pictures.images.expand(-1, 3, -1, -1) for pictures in evaluator.real.pictures("train", rank=0, world_size=1)
-    )
-    shape = (evaluator.shown["train"].num_images, *image_size)
-    write_reference(path, images, shape=shape, pool=pool, spatial=spatial, extractor=metric.extractor.name)
-    note(f"reference: {path}")
 
 
 def main() -> None:

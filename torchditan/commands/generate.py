@@ -18,20 +18,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.options import cache_folder, dataset_channels
+from torchditan.config.prompts import read_prompts
+from torchditan.weights.shared import check_address
+
 if TYPE_CHECKING:
     import torch
 
+    from torchditan.evaluation.drawing import SampleRows
     from torchditan.evaluation.metric import ToPixels
-    from torchditan.evaluation.sampler import SampleRows
     from torchditan.weights.trained_model import TrainedModel
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this command, and the remaining `--sampling.*` flags for the configuration."""
-    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
-    from torchditan.config.errors import option_error
-    from torchditan.weights.shared import check_address
-
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument(
@@ -64,63 +66,36 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return arguments, flags
 
 
-def parse_labels(text: str, trained: TrainedModel) -> list[int]:
-    """Parse `3,5` or `owl,flower` as labels of the run. A number is a label."""
-    from torchditan.config.errors import option_error
-
-    if not trained.num_classes:
-        raise option_error("--classes", text, "this run has no labels")
-    words = [text] if text in trained.class_names else [word.strip() for word in text.split(",")]
-    classes = [int(word) if word.isdecimal() else word for word in words]
-    return trained.labels_of(classes, option="--classes", shown=text)
+def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> SampleRows:
+    """The rows of the given classes or prompts. A number is a label, also where a class has it as its name."""
+    if args.classes is None:
+        return trained.rows(prompts=read_prompts("--prompts", args.prompts or []))
+    words = [args.classes] if args.classes in trained.class_names else args.classes.split(",")
+    words = [word.strip() for word in words]
+    return trained.rows(classes=[int(word) if word.isdecimal() else word for word in words], prompts=args.prompts)
 
 
-def choose_rows(
-    trained: TrainedModel, args: argparse.Namespace, to_pixels: ToPixels
-) -> tuple[SampleRows, torch.Tensor | None]:
-    """The rows to sample: the prompts, or the classes with real images of each if the training data is available.
-
-    Raises:
-        ConfigError: `--classes` for a model of captions, or `--prompts` for a model of classes.
-    """
-    from torchditan.config.errors import ConfigError, option_error
-    from torchditan.config.options import cache_folder, dataset_channels
-    from torchditan.config.prompts import read_prompts
+def real_images(trained: TrainedModel, rows: SampleRows, to_pixels: ToPixels) -> torch.Tensor | None:
+    """Training images of each class (rows, k, C, H, W); None for prompts, and without the training data."""
+    from torchditan.datasets import build_dataset
     from torchditan.evaluation.sample_grids import real_samples
-    from torchditan.evaluation.sampler import SampleRows
 
     config = trained.config
     if trained.takes_prompts:
-        if args.classes is not None:
-            raise option_error("--classes", args.classes, "this run was trained on captions; give --prompts")
-        prompts = read_prompts("--prompts", args.prompts or []) or config.sampling.prompts
-        if not prompts:
-            raise option_error("--prompts", None, "must be given: this run's configuration has no sampling.prompts")
-        return trained.encode_prompts(prompts), None
-    if args.prompts:
-        raise option_error("--prompts", args.prompts, "this run was trained on classes; give --classes")
-
-    from torchditan.datasets import build_dataset
-
-    labels = list(range(min(config.sampling.max_classes, max(1, trained.num_classes))))
-    if args.classes is not None:
-        labels = parse_labels(args.classes, trained)
+        return None
     try:
         places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
         dataset = build_dataset(config.dataset, split="train", **places)
     except ConfigError as error:
         print(f"note: without the training data, the picture shows no real images: {error}", file=sys.stderr)
-        return SampleRows.of_classes(labels, class_names=trained.class_names), None
-    per_label = config.sampling.images_per_class
-    real = real_samples(
+        return None
+    return real_samples(
         dataset,
-        labels=labels,
-        samples_per_label=per_label,
+        labels=rows.numbers,
+        samples_per_label=config.sampling.images_per_class,
         conditional=trained.num_classes > 0,
         to_pixels=trained.real_to_pixels if config.autoencoder.online else to_pixels,
     )
-    rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])
-    return rows, real
 
 
 def new_file(path: Path) -> Path:
@@ -148,28 +123,34 @@ def main() -> None:
         to_pixels = trained.open_decoder() if trained.missing_decoder is None else lambda samples: samples
     if trained.missing_decoder is not None:
         print(f"note: the picture shows latent channels: {trained.missing_decoder}", file=sys.stderr)
-    config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.turn_off_adapter()
     if args.original:
         trained.check_original()
     with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):
-        rows, real = choose_rows(trained, args, to_pixels)
+        rows = choose_rows(trained, args)
+        real = real_images(trained, rows, to_pixels)
 
-    per_row = sampling.images_per_class
+    sampling = trained.config.sampling
+    drawing = trained.drawing(rows, rows.each(sampling.images_per_class), seed=args.seed)
+
+    def draw() -> torch.Tensor:
+        """Samples (rows, k, *sample_shape)."""
+        samples = trained.sampler.draw_all(trained.model, drawing, batch_size=args.batch_size)
+        return samples.unflatten(0, (len(rows.names), -1))
+
     start = time.perf_counter()
-    samples = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
+    samples = draw()
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    with report_progress(f"decoding {len(rows.names) * per_row} samples"):
+    with report_progress(f"decoding {len(drawing)} samples"):
         pictures = stills(to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
     similarities = ""
     if args.original:
         print(f"original: {trained.restore_original()}")
-        originals = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
-        real = stills(to_pixels(originals))
+        real = stills(to_pixels(draw()))
         found = similarity(pictures, real)
         similarities = "".join(f", {name.upper()} {value:.4g}" for name, value in found.items())
 
@@ -189,16 +170,16 @@ def main() -> None:
         real,
         rows.names,
         real_heading="original" if args.original else trained.real_heading,
-        title=f"{config.metrics.experiment_name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
-        f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}"
+        title=f"{trained.config.metrics.experiment_name}, step {trained.step}, {trained.weights} weights, "
+        f"{sampling.sampler} {sampling.num_steps} steps, guidance {sampling.guidance_scale:g}"
         + (", without the LoRA" if args.without_lora else ""),
     )
-    count = len(rows.names) * per_row
     evaluations = trained.objective.num_evaluations(sampling)
+    num_images, batch_size = len(drawing), min(len(drawing), args.batch_size)
     print(
-        f"{count} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
-        f"{seconds / count:.4f} s/image, {evaluations * -(-count // args.batch_size) / seconds:.1f} model steps/s at "
-        f"batch {min(count, args.batch_size)}, {str(trained.dtype).removeprefix('torch.')}"
+        f"{num_images} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
+        f"{seconds / num_images:.4f} s/image, {evaluations * -(-num_images // args.batch_size) / seconds:.1f} "
+        f"model steps/s at batch {batch_size}, {str(trained.dtype).removeprefix('torch.')}"
         + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
     )
     comparison = f" next to the original's{similarities}" if args.original else ", generated next to real"

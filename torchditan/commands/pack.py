@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def pack_all(arguments: argparse.Namespace, config: Config) -> None:
-    from torchditan.config.errors import ConfigError, option_error, some
+    from torchditan.config.errors import ConfigError, option_error, printable, some
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
     from torchditan.datasets.packing import pack
@@ -84,7 +84,7 @@ def pack_all(arguments: argparse.Namespace, config: Config) -> None:
         size = sum(path.stat().st_size for path in shards) / 1e6
         print(f"{folder}: complete, {len(dataset) - len(skipped):,} images in {len(shards)} shards, {size:,.1f} MB")
         if split == "train":
-            print("".join(f"  {line}\n" for line in dataset.reading), end="")
+            print("".join(f"  {printable(line)}\n" for line in dataset.reading), end="")
         if skipped:
             print(f"warning: {len(skipped):,} left out: {some(skipped, most=MOST_NAMED)}", file=sys.stderr)
     kind = name if name == "captions" else "webdataset"

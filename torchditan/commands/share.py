@@ -12,7 +12,6 @@ torchditan generate hub:me/digits
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
@@ -50,8 +49,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments, rest = parser.parse(argv)
     for word in rest:
         raise option_error("FOLDER", word, "is one argument too many; must be RUN FOLDER")
-    if arguments.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,63}", arguments.license):
-        raise option_error("--license", arguments.license, "must be an identifier of the hub: cc-by-4.0, mit, other")
     check_address(arguments.source)
     if arguments.push is not None:
         check_upload(arguments.push)
@@ -63,31 +60,46 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     arguments = parse(sys.argv[1:])
 
+    from torchditan.config.errors import option_error
+    from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.latents.shared import has_latents
-    from torchditan.run.hub import PREFIX, Kind, upload_folder
+    from torchditan.run.hub import PREFIX, upload_folder
     from torchditan.run.progress import report_progress
+    from torchditan.weights.model_card import Statements
+    from torchditan.weights.safetensors_files import DTYPES
+    from torchditan.weights.share import share
 
     source, folder = arguments.source, arguments.folder
-    start = time.perf_counter()
     is_latents = has_latents(source)
+    for name in ("step", "weights", "dtype", "without_samples"):
+        if is_latents and getattr(arguments, name):
+            raise option_error(f"--{name}", getattr(arguments, name), "has no effect on latents; leave it out")
+    start = time.perf_counter()
+    configure_cpu()
     with report_progress(f"sharing {source}"):
-        line, notes = (share_latents if is_latents else share_model)(arguments)
+        what, notes = share(
+            source,
+            folder,
+            step=arguments.step,
+            kind=arguments.weights,
+            dtype=DTYPES[arguments.dtype or "float32"],
+            statements=Statements(arguments.license, arguments.data_license, arguments.note, arguments.push),
+            with_samples=not arguments.without_samples,
+            overwrite=arguments.overwrite,
+        )
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"{folder}: {line}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s")
-    for note in notes:
+    print(f"{folder}: {what}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s")
+    unstated = [name for name in ("license", "data_license") if getattr(arguments, name) is None]
+    for note in [*notes, *(f"the card says that --{name} is not stated" for name in unstated)]:
         print(f"- {note}")
-    for name in ("license", "data_license"):
-        if getattr(arguments, name) is None:
-            print(f"- the card says that --{name} is not stated")
     place: str | Path = folder
     if arguments.push is not None:
-        kind: Kind = "dataset" if is_latents else "model"
         with report_progress(f"uploading {folder} to {arguments.push}"):
             address = upload_folder(
                 folder,
                 arguments.push,
-                kind=kind,
-                message=f"torchditan share: {line}",
+                kind="dataset" if is_latents else "model",
+                message=f"torchditan share: {what}",
                 is_private=arguments.private or None,
             )
         print(f"uploaded: {address}")
@@ -96,43 +108,3 @@ def main() -> None:
         print(f"train: torchditan train CONFIG --dataset.dataset_name latents --dataset.root_dir {place}")
     else:
         print(f"generate: torchditan generate {place}")
-
-
-def share_model(arguments: argparse.Namespace) -> tuple[str, list[str]]:
-    """Returns what was shared, and notes."""
-    from torchditan.distributed.cpu_threads import configure_cpu
-    from torchditan.weights.model_card import Statements
-    from torchditan.weights.safetensors_files import DTYPES
-    from torchditan.weights.share import share_model
-
-    configure_cpu()
-    dtype = arguments.dtype or "float32"
-    shared = share_model(
-        arguments.source,
-        arguments.folder,
-        step=arguments.step,
-        kind=arguments.weights,
-        dtype=DTYPES[dtype],
-        statements=Statements(arguments.license, arguments.data_license, arguments.note, arguments.push),
-        with_samples=not arguments.without_samples,
-        overwrite=arguments.overwrite,
-    )
-    return f"{shared.weights.kind} weights of step {shared.weights.step}, {dtype}", shared.notes
-
-
-def share_latents(arguments: argparse.Namespace) -> tuple[str, list[str]]:
-    """Returns what was shared, and notes."""
-    from torchditan.config.errors import option_error
-    from torchditan.latents.shared import share_latents
-    from torchditan.weights.model_card import Statements
-
-    for name in ("step", "weights", "dtype", "without_samples"):
-        if getattr(arguments, name):
-            raise option_error(f"--{name}", getattr(arguments, name), "has no effect on latents; leave it out")
-    splits, notes = share_latents(
-        arguments.source,
-        arguments.folder,
-        statements=Statements(arguments.license, arguments.data_license, arguments.note, arguments.push),
-        overwrite=arguments.overwrite,
-    )
-    return ", ".join(f"{count:,} latents ({name})" for name, count in splits.items()), notes

@@ -2,7 +2,7 @@
 """What an option declares at its field in options.py: what its value must be, and what it needs to have an effect.
 
     steps: Annotated[int, AtLeast(1)] = 1000
-    prefetch_factor: Annotated[int, AtLeast(1), Idle(unless="dataset.num_workers")] = 4
+    keep_latest_k: Annotated[int, AtLeast(0), Idle(unless="checkpoint.enable_checkpoint")] = 2
 
 The message for a wrong value, `--help` and docs/options.md are generated from these declarations.
 """

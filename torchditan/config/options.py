@@ -127,8 +127,6 @@ class Model:
     """Feed-forward layer. Default: the preset's."""
     position: Annotated[Literal["rope", "sincos", "rope_sincos"] | None, OWN] = None
     """Axial 2D rotary embedding, a fixed sin-cos table added to the patches, or both. Default: the preset's."""
-    rope_theta: Annotated[float, Above(0), OWN] = 10000.0
-    """Base of the rotary frequencies."""
     timestep_scale: Annotated[float, Above(0), OWN] = 1000.0
     """Factor of the timestep in its embedding: 1000 as DiT, 1 as SiT and LightningDiT. Default for imf: 1."""
     timestep_frequencies: Annotated[Literal["dit", "diffusers"], OWN] = "dit"
@@ -186,8 +184,6 @@ class Dataset:
     """Number of class labels; 0 trains without labels. Default: the dataset's."""
     num_workers: Annotated[int, AtLeast(0)] = 2
     """Worker processes per rank that decode images (threads for latents); 0 decodes in the training process."""
-    prefetch_factor: Annotated[int, AtLeast(1), Idle(unless="dataset.num_workers")] = 4
-    """Batches that each worker prepares ahead."""
     crop: Literal["center", "adm", "random"] = "center"
     """Part of a larger image: its center, the center resampled as in ADM, or a part chosen by the image's number."""
     horizontal_flip: bool | None = None
@@ -265,9 +261,8 @@ class Diffusion:
     prediction: Literal["epsilon", "v", "x"] | None = None
     """What the model predicts. Default: v, the velocity, for flow_matching; epsilon, the noise, for ddpm."""
     loss_weighting: Literal["none", "min_snr"] = "none"
-    """Weight of the training loss by noise level: none, or min_snr (Hang et al. 2023). Validation has no weights."""
-    min_snr_gamma: Annotated[float, Above(0), Needs("diffusion.loss_weighting = min_snr")] = 5.0
-    """With min_snr: the squared error of x has weight min(SNR, gamma)."""
+    """Weight of the training loss by noise level: none, or min_snr (Hang et al. 2023, gamma 5). Validation has no
+    weights."""
     noise_schedule: Literal["linear", "cosine", "scaled_linear"] | None = None
     """Noise levels of ddpm. Default: linear (0.0001 to 0.02), as DiT; scaled_linear for sdxl."""
     timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
@@ -278,8 +273,6 @@ class Diffusion:
     """Standard deviation of logit(t)."""
     timestep_shift: Annotated[float | None, Above(0)] = None
     """Shift towards noise, t / (t + shift (1 - t)), also in sampling; 1 disables it. Default: the model's, or 1."""
-    timestep_shift_base: Annotated[int | None, AtLeast(1)] = None
-    """Set timestep_shift to sqrt(values of a sample / base). 4096 is the base of RAE (Zheng et al. 2025)."""
     label_dropout: Annotated[float, Between(0, 1)] = 0.1
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
     embedded_guidance: Annotated[float, AtLeast(0)] = 1.0
@@ -331,12 +324,6 @@ class Training:
     """Keep parameters, gradients and optimizer state in host memory."""
     on_nonfinite: Annotated[Literal["stop", "rollback"], Needs("checkpoint.enable_checkpoint")] = "stop"
     """On a NaN: stop, or return to the last checkpoint and skip that data. rollback also acts on loss spikes."""
-    max_rollbacks: Annotated[int, AtLeast(1), Idle(unless="training.on_nonfinite = rollback")] = 3
-    """Stop after this number of returns to the same checkpoint."""
-    loss_spike_factor: Annotated[float, Above(1, other=0), Idle(unless="training.on_nonfinite = rollback")] = 3.0
-    """With rollback, a loss above its running mean times this factor is a spike; 0 detects only NaN."""
-    gc_freq: Annotated[int, AtLeast(1)] = 50
-    """Steps between two Python garbage collections, on all ranks at once."""
 
     def batch_size_on(self, num_ranks: int) -> int | Literal["auto"]:
         """`batch_size`, or its default: a rank's share of the global batch, or 16."""
@@ -350,7 +337,8 @@ class Optimizer:
     """The optimizer and its hyperparameters."""
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
-    """AdamW, torchao's AdamW with 8-bit moments, or Muon for the matrices of the blocks and AdamW for the rest."""
+    """AdamW, torchao's AdamW with 8-bit moments, or Muon for the matrices of the blocks and AdamW for the rest, which
+    takes options after its name: "Muon momentum=0.9 nesterov=false ns_steps=4 adjust_lr_fn=original"."""
     lr: Annotated[float, AtLeast(0)] = 1e-4
     """Peak learning rate."""
     beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
@@ -361,18 +349,8 @@ class Optimizer:
     """Added to the denominator of the update."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """Decoupled weight decay, not of norms, biases and embeddings."""
-    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], MUON, Needs("optimizer.adamw_lr")] = (
-        "match_rms_adamw"
-    )
-    """Muon: factor of lr for a matrix, sqrt(max(1, rows / columns)) or 0.2 sqrt(max(rows, columns))."""
     adamw_lr: Annotated[float | None, AtLeast(0), MUON] = None
-    """Muon: peak learning rate of the AdamW part. Default with match_rms_adamw: lr. original needs it."""
-    momentum: Annotated[float, AtLeast(0), Below(1), MUON] = 0.95
-    """Muon: decay rate of the momentum."""
-    nesterov: Annotated[bool, MUON] = True
-    """Muon: Nesterov's momentum."""
-    ns_steps: Annotated[int, AtLeast(1), MUON] = 5
-    """Muon: number of Newton-Schulz iterations."""
+    """Muon: peak learning rate of the AdamW part. Default: lr, which does not suit adjust_lr_fn=original."""
     ns_dtype: Annotated[Literal["bfloat16", "float32", "auto"], MUON] = "bfloat16"
     """Muon: dtype of the iterations. auto is bfloat16 where the device multiplies in it, else float32, which is faster
     there."""
@@ -474,9 +452,7 @@ class Metrics:
     """Also write the TensorBoard scalars under the course project's tags (wps, im/s, ...; docs/compatibility.md). The
     default is true with TensorBoard, if the job has model.preset llama3_diffusion or keys of the course project."""
     enable_wandb: bool = False
-    """Log to Weights & Biases; offline if you are not logged in."""
-    wandb_project: Annotated[str, Idle(unless="metrics.enable_wandb")] = "torchditan"
-    """Weights & Biases project."""
+    """Log to Weights & Biases; offline if you are not logged in. WANDB_PROJECT names a project."""
     meters: list[Annotated[str, METERS]] = field(default_factory=list)
     """Further numbers of logged steps, such as update_norm (docs/extending.md)."""
     enable_sampling: bool = True
@@ -603,8 +579,6 @@ class Validation:
     """Steps between two validation losses, computed with fixed noise and timesteps; 0 disables validation."""
     num_images: Annotated[int, AtLeast(1)] = 256
     """Number of held-out images per validation."""
-    by_timestep: bool = True
-    """Also compute the loss in 8 equal bins of t, with one more forward pass per batch."""
 
 
 @dataclass(frozen=True)
@@ -617,12 +591,8 @@ class Evaluation:
     """What to compute: effnet, inception or classifier; prompts for a model of captions of the dataset scenes."""
     num_samples: Annotated[int, AtLeast(1)] = 2600
     """Samples per evaluation. FD-EffNetLite0 needs more than 1,280, and FID more than 2,048."""
-    class_balance: Literal["data", "balanced", "random"] = "data"
-    """Classes of the samples: as often as in the training images, balanced, or drawn at random."""
     seed: Annotated[int, AtLeast(0)] = 1
     """Seed of the noise."""
-    inception_weights: str | None = None
-    """Weights file of Inception-2015. Default: torch-fidelity's, downloaded once."""
 
 
 @dataclass(frozen=True)
@@ -649,8 +619,6 @@ class Comm:
     """Timeout of collectives in saving, and until the first step is done (compilation is slow)."""
     train_timeout_seconds: Annotated[int, AtLeast(1)] = 100
     """Timeout of collectives after the first step."""
-    trace_buf_size: Annotated[int, AtLeast(0)] = 2000
-    """Number of collectives that torch's Flight Recorder keeps and writes if a rank hangs; 0 keeps none."""
 
 
 @dataclass(frozen=True)

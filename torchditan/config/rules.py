@@ -146,7 +146,7 @@ def _training(config: Config) -> Mistakes:
 
 
 def _optimizer(config: Config) -> Mistakes:
-    if config.optimizer.name == "Muon" and config.model.name in FAMILIES:
+    if entry_name(config.optimizer.name) == "Muon" and config.model.name in FAMILIES:
         right = "knows the matrices of our own blocks only; must be AdamW or AdamW8bit for a published model"
         yield "optimizer.name", right
     if config.optimizer.lr == 0 and config.optimizer.adamw_lr is not None:

@@ -34,7 +34,6 @@ _SECTIONS = (
 _NOT_TRAJECTORY = (
     "dataset.root_dir",  # a moved dataset is the same data
     "dataset.num_workers",
-    "dataset.prefetch_factor",
     "dataset.remote_cache_gib",
     "autoencoder.path",  # a moved decoder is the same decoder; its fingerprint is compared
     "dataset.corrupt_images",  # a run that stopped at a corrupt image can resume and skip it

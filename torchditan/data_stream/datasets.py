@@ -66,7 +66,7 @@ class DatasetDescription:
     text_blocks: int | None = None
     """Default of `model.text_blocks` for these captions."""
     prompts: Any = None
-    """`torchditan.evaluation.sampler.SampleRows` that sample grids show instead of classes."""
+    """`torchditan.evaluation.drawing.SampleRows` that sample grids show instead of classes."""
 
 
 class ImageDataset(DatasetDescription):

@@ -21,6 +21,8 @@ from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw
 
+PREFETCH = 4
+"""Batches that each worker prepares ahead."""
 _NUMBERS = ("index", "class_label")
 
 
@@ -84,7 +86,6 @@ class TrainingStream:
         horizontal_flip: bool | None,
         corrupt_images: Literal["error", "skip"],
         num_workers: int,
-        prefetch_factor: int,
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT,
@@ -108,7 +109,7 @@ class TrainingStream:
         self.loader_options: dict[str, Any] = {
             "collate_fn": CollateAndDraw(seed, noise_shape, numbers, Collate(labelled=num_classes > 0)),
             "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor if num_workers else None,
+            "prefetch_factor": PREFETCH if num_workers else None,
             "pin_memory": pin_memory,
         }
 
@@ -141,7 +142,7 @@ class TrainingStream:
 
     def _read_in_threads(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
         options = self.loader_options
-        ahead = options["num_workers"] * options["prefetch_factor"]
+        ahead = options["num_workers"] * PREFETCH
         return run_ahead(self._load, positions, num_threads=options["num_workers"], ahead=ahead)
 
     def _load(self, positions: list[int]) -> tuple[Batch, Randomness] | ConfigError:

@@ -26,7 +26,7 @@ from torchditan.diffusion.noise_schedules import (
     levels_of,
     spaced_levels,
 )
-from torchditan.diffusion.objectives import Inputs, Objective
+from torchditan.diffusion.objectives import MIN_SNR_GAMMA, Inputs, Objective
 from torchditan.diffusion.samplers import Denoised, Prediction, Step, StepNoise, build_sampler
 from torchditan.randomness import Randomness
 from torchditan.registry import FAMILIES
@@ -39,7 +39,6 @@ _NOT_READ = (
     "diffusion.timestep_sampling",
     "diffusion.logit_normal_mean",
     "diffusion.logit_normal_std",
-    "diffusion.timestep_shift_base",
     "sampling.timestep_shift",
 )
 _MIN_PROBABILITY = 1e-12  # of a bin, as in ADM: limits the loss where a prediction is far off
@@ -68,7 +67,7 @@ class DDPM(Objective):
             prediction=config.prediction or "epsilon",
             schedule=config.noise_schedule or ("scaled_linear" if spec.name in FAMILIES else "linear"),
             learn_sigma=spec.learn_sigma,
-            min_snr_gamma=config.min_snr_gamma if config.loss_weighting == "min_snr" else None,
+            min_snr_gamma=MIN_SNR_GAMMA if config.loss_weighting == "min_snr" else None,
         )
 
     @classmethod

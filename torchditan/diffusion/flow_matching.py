@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from torchditan.diffusion.objectives import Inputs, Objective
+from torchditan.diffusion.objectives import MIN_SNR_GAMMA, Inputs, Objective
 from torchditan.diffusion.samplers import Prediction, StepNoise, Velocity, build_sampler
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.randomness import Randomness
@@ -46,7 +46,7 @@ class FlowMatching(Objective):
             ),
             label_dropout=config.label_dropout,
             prediction=config.prediction or "v",
-            min_snr_gamma=config.min_snr_gamma if config.loss_weighting == "min_snr" else None,
+            min_snr_gamma=MIN_SNR_GAMMA if config.loss_weighting == "min_snr" else None,
         )
 
     @classmethod

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torchditan.models.spec import Condition, Head, ModelSpec
 
 
+MIN_SNR_GAMMA = 5.0
+"""The highest signal-to-noise ratio that counts in the weights of `diffusion.loss_weighting` min_snr."""
+
+
 class Inputs(NamedTuple):
     """What the model gets."""
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,15 +16,6 @@ def shift_timesteps(t: torch.Tensor, shift: float) -> torch.Tensor:
     2024 (arXiv 2403.03206), where shift = sqrt(m / n) for m against n values per sample.
     """
     return t / (t + shift * (1 - t))
-
-
-def shift_of_dimension(num_values: int, base: int) -> float:
-    """The shift sqrt(num_values / base) for samples of this many values; `base` values need none.
-
-    Esser et al. (2024) count the values at two resolutions of the same data. RAE (Zheng et al. 2025, arXiv 2510.11690)
-    counts channels too, with a base of 4096: the latents of SD-VAE for images of 256 x 256.
-    """
-    return math.sqrt(num_values / base)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchditan.config.errors import ConfigError
 from torchditan.distributed.torch_versions import set_group_timeout
-from torchditan.supervision.parent_death import check_launcher
 
 _jobs = itertools.count()
+_STORE_ANSWERS_WITHIN = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,14 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    check_launcher()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
         return
     # torchrun keeps its store across restarts, and torch 2.13 would read the addresses of exited ranks from it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    # The store exists before any rank. If it does not answer, torchrun ended before this rank could end with it.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=_STORE_ANSWERS_WITHIN)
+    store.set_timeout(timeout)
     # Group names must also differ from those of an earlier job in the same processes.
     names = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_jobs)}"
     dist.init_process_group(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchditan.config.errors import ConfigError, is_finite_number
 from torchditan.config.loader import from_dict
-from torchditan.config.options import Config, Sampling, Training, flatten
+from torchditan.config.options import Config, flatten
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import to_json
@@ -37,11 +37,6 @@ VERSION = 1
 CARD_FILE = "card.json"
 OF_NO_RUN = "sha256-"
 """Start of the `run_id` of weights that belong to no run."""
-_NOT_EVALUATED = (
-    *("images_per_class", "max_classes", "prompts", "at_start"),  # of sample grids
-    "use_ema",  # of grids during training; a card has `weights`
-    "embedded_guidance",  # of published models, which torchditan evaluate refuses
-)
 _PATHS = ("autoencoder.path", "dataset.root_dir", "model.path", "text_encoder.path")
 
 
@@ -90,11 +85,11 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What was evaluated: a checkpoint of a run, or a file of images. `origin_of_run` fills it in."""
+class Card:
+    """One evaluation, with all that is needed to repeat it (`arguments_of`)."""
 
     run: str | None = None
-    """The run directory, as it was given. None for a file of images, as are all entries but `images`."""
+    """The run directory, as it was given. None for a file of images, as are the entries up to `commit` but `images`."""
     run_id: str | None = None
     """Identifies the run, also after its folder moved; for other weights `sha256-` and the start of their hash."""
     images: ImageSet | None = None
@@ -129,23 +124,18 @@ class Origin:
     model_evaluations: int | None = None
     """Forward passes per sample; a guided step counts two."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Card(Origin):
-    """One evaluation, with all that is needed to repeat it (`arguments_of`)."""
-
     commit: str | None
     """Of the code that evaluates."""
     seeds: list[int]
     """Sampling seeds: consecutive."""
     num_samples: int
     """Of each seed."""
-    class_balance: Literal["data", "balanced", "random"] | None
+    class_balance: Literal["data", "balanced", "random"] | None = None
     """How the classes of samples were chosen; None for prompts, and for a file of images as rounding and batch_size."""
     prompts: list[str] = field(default_factory=list)
     """`--prompts`, if they were given."""
-    rounding: Literal["nearest", "down"] | None
-    batch_size: int | None
+    rounding: Literal["nearest", "down"] | None = None
+    batch_size: int | None = None
     """Samples drawn together, which changes their last bits."""
     ranks: int = 1
     """Processes that drew. They change no figure."""
@@ -302,15 +292,10 @@ class Spread(NamedTuple):
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Mean, standard deviation and 95% interval of two or more independent values."""
-    std = statistics.stdev(values)
-    return Spread(statistics.fmean(values), std, t_quantile(len(values) - 1) * std / math.sqrt(len(values)))
-
-
-def t_quantile(degrees: int) -> float:
-    """97.5% quantile of Student's t."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees, 0.975))
+    std, quantile = statistics.stdev(values), float(stdtrit(len(values) - 1, 0.975))
+    return Spread(statistics.fmean(values), std, quantile * std / math.sqrt(len(values)))
 
 
 def card_figure(figures: Sequence[Figure]) -> CardFigure:
@@ -391,65 +376,55 @@ def card_figures(
 # What a run and this machine contribute
 
 
-def origin_of_run(
+def about_run(
     run: Path,
     config: Config,
     content: Mapping[str, Any],
     *,
-    step: int,
-    images_seen: int,
     weights: Literal["ema", "raw"],
-    model_parameters: int,
-    model_evaluations: int,
-) -> Origin:
-    """The part of a card that describes a checkpoint of a run.
+    **entries: Any,
+) -> dict[str, Any]:
+    """The entries of a `Card` about a checkpoint of a run.
 
     Args:
         run: the run directory or another place of weights, as it was given.
         config: its options, with the `--sampling` and `--autoencoder` flags of this evaluation.
         content: what config.json of the run says, or the file about its weights (`TrainedModel.content`).
-        model_evaluations: see `Sampler.evaluations_per_sample`.
+        entries: further ones, which are kept.
     """
     stored = from_dict(content["config"])
     now, before = flatten(config), flatten(stored)
     imported = content.get("imported")
-    if not isinstance(imported, dict):
-        imported = {}
-    is_foreign = "format" in imported
-    ema = config.ema if weights == "ema" and not is_foreign else None
-    return Origin(
-        run=str(run),
-        run_id=content.get("run_id"),
-        step=step,
-        images_seen=images_seen,
-        weights=weights,
-        ema_decay=None if ema is None or ema.width is not None else ema.decay,
-        ema_width=None if ema is None else ema.width,
-        training_seed=None if is_foreign else config.training.seed,
-        config_hash=_hash(content["config"]),
-        training_precision=None if is_foreign else _precision_text(stored.training),
-        training_commit=content.get("git_commit"),
-        training_versions={} if is_foreign else content.get("versions") or {},
-        training_hardware=_hardware_text(content.get("hardware")),
-        imported=imported if is_foreign else None,
-        data=Data(
+    is_foreign = isinstance(imported, dict) and "format" in imported
+    found: dict[str, Any] = {
+        "run": str(run),
+        "run_id": content.get("run_id"),
+        "weights": weights,
+        "config_hash": _hash(content["config"]),
+        "training_commit": content.get("git_commit"),
+        "training_hardware": _hardware_text(content.get("hardware")),
+        "data": Data(
             name=config.dataset.dataset_name,
             fingerprint=config.dataset.fingerprint,
             image_size=config.dataset.image_size,
             num_classes=config.dataset.num_classes,
         ),
-        model=" ".join([config.model.name, config.model.flavor, *config.model.overrides]),
-        model_parameters=model_parameters,
-        decoder=config.autoencoder.fingerprint,
-        paths={name: now[name] for name in _PATHS if now[name] is not None and now[name] != before[name]},
-        sampling=sampling_settings(config.sampling),
-        model_evaluations=model_evaluations,
-    )
-
-
-def sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """The `[sampling]` options that change the samples of an evaluation."""
-    return {key: value for key, value in dataclasses.asdict(sampling).items() if key not in _NOT_EVALUATED}
+        "model": " ".join([config.model.name, config.model.flavor, *config.model.overrides]),
+        "decoder": config.autoencoder.fingerprint,
+        "paths": {name: now[name] for name in _PATHS if now[name] is not None and now[name] != before[name]},
+        **entries,
+    }
+    if is_foreign:
+        return {**found, "imported": imported}
+    if weights == "ema":
+        found |= {"ema_decay": config.ema.decay if config.ema.width is None else None, "ema_width": config.ema.width}
+    products = stored.training.float32_matmul_precision
+    precision = stored.training.mixed_precision_param + ("" if products == "highest" else f", products {products}")
+    return found | {
+        "training_seed": config.training.seed,
+        "training_precision": precision,
+        "training_versions": content.get("versions") or {},
+    }
 
 
 def _hash(values: Any) -> str:
@@ -463,28 +438,16 @@ def _hardware_text(hardware: Any) -> str | None:
     return f"{hardware.get('device_count', 1)} x {hardware.get('device_name', hardware.get('device'))}"
 
 
-def _precision_text(training: Training) -> str:
-    products = training.float32_matmul_precision
-    return training.mixed_precision_param + ("" if products == "highest" else f", products {products}")
-
-
-def precision_of(device: torch.device) -> str:
-    """Of the model that draws: "float32", where convolutions on a GPU may be in TF32, and products in less."""
-    import torch
-
-    is_tf32 = device.type == "cuda" and torch.backends.cudnn.allow_tf32
-    products = torch.get_float32_matmul_precision()
-    text = "float32" if products == "highest" else f"float32, products {products}"
-    return f"{text}, convolutions in TF32" if is_tf32 else text
-
-
 def environment_of(device: torch.device) -> dict[str, Any]:
     """The entries of a `Card` about this code, process and machine: commit, versions, precision, device and time."""
     import torch
 
+    products = torch.get_float32_matmul_precision()
+    precision = "float32" if products == "highest" else f"float32, products {products}"
+    is_tf32 = device.type == "cuda" and torch.backends.cudnn.allow_tf32
     return {
-        "precision": precision_of(device),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "precision": f"{precision}, convolutions in TF32" if is_tf32 else precision,
+        "float32_matmul_precision": products,
         "commit": provenance.git_commit(),
         "versions": provenance.versions("torchditan", "torch", "numpy"),
         "device": device.type,

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +13,11 @@ from torch import nn
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.distributed.precision import float64_device
-from torchditan.evaluation.drawing import draw_pictures, plan_prompts, plan_samples
-from torchditan.evaluation.evaluator import (
-    Evaluator,
-    RealImages,
-    feature_cache_folder,
-    is_judged_by_prompts,
-    numbers_of,
-)
-from torchditan.evaluation.metric import Evaluation, Source, ToPixels
-from torchditan.evaluation.sampler import SamplePlan, Sampler
+from torchditan.evaluation.drawing import Drawing
+from torchditan.evaluation.evaluator import Evaluator, is_judged_by_prompts, numbers_of
+from torchditan.evaluation.metric import Source, ToPixels
+from torchditan.evaluation.sample_parts import draw_pictures
+from torchditan.evaluation.sampler import Sampler
 from torchditan.latents.latent_space import decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 
@@ -43,71 +36,46 @@ class TrainingEvaluation:
     """
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        dataset: ImageDataset,
-        held_out: ImageDataset,
-        space: SampleSpace,
-        device: torch.device,
+        self, config: Config, *, dataset: Any, held_out: Any, space: SampleSpace, device: torch.device
     ) -> None:
         self.config = config
         self.dataset = dataset
-        options, num_classes = config.evaluation, config.dataset.num_classes or 0
-        self.reads_captions = config.model.text is not None
+        options, factor = config.evaluation, config.autoencoder.downsampling or 1
         self.to_pixels = _open_decoder(config, space, device)
-        real = RealImages(
-            _real_images(config, dataset, held_out),
-            to_pixels=space.real_to_pixels if config.autoencoder.online else self.to_pixels,
-            has_labels=num_classes > 0,
-            corrupt_images=config.dataset.corrupt_images,
-        )
-        evaluation = Evaluation(
-            class_names=dataset.class_names if num_classes else [],
-            seed=options.seed,
-            device=str(float64_device(device)),
-            cache_folder=feature_cache_folder(config),
-            inception_weights=None if options.inception_weights is None else Path(options.inception_weights),
-            samples_name="evaluation.num_samples",
-        )
-        factor = (config.autoencoder.downsampling or 1) if config.autoencoder.name is not None else 1
         self.evaluator = Evaluator(
+            config,
             options.metrics,
-            evaluation,
-            real,
+            _real_images(config, dataset, held_out),
+            class_names=dataset.class_names if config.dataset.num_classes else [],
+            prompts_of=None if config.model.text is None else dataset.name,
             num_samples=options.num_samples,
             image_size=(space.sample_shape[-2] * factor, space.sample_shape[-1] * factor),
-            without_labels=None if num_classes else "needs labels, and this run has none; leave it out",
-            prompts_of=dataset.name if self.reads_captions else None,
+            decode=self.to_pixels,
+            device=device,
             option="evaluation.metrics",
+            seed=options.seed,
+            samples_name="evaluation.num_samples",
         )
 
     def __call__(
         self, model: nn.Module, sampler: Sampler, *, say: Callable[[str], None] | None = None
     ) -> dict[str, float]:
         """Draw samples with the model and return the figures by name. All ranks call it and get the same ones."""
-        options = self.config.evaluation
+        config, options = self.config, self.config.evaluation
         self.evaluator.read_real_images()
-        plan = self._plan()
-        batch_size = self.config.metrics.sample_batch_size
+        rows, order = self.evaluator.choose_samples(
+            seed=options.seed, class_balance="data", encode=lambda texts: self.dataset.rows_of(texts)
+        )
         pictures = draw_pictures(
-            sampler, model, plan, seed=options.seed, batch_size=batch_size, to_pixels=self.to_pixels, say=say
+            sampler,
+            model,
+            Drawing(rows, order, config.sampling, seed=options.seed),
+            batch_size=config.metrics.sample_batch_size,
+            to_pixels=self.to_pixels,
+            say=say,
         )
         self.evaluator.show(pictures)
         return numbers_of(self.evaluator.compute())
-
-    def _plan(self) -> SamplePlan:
-        options = self.config.evaluation
-        if self.reads_captions:
-            prompts = self.evaluator.prompts([], num_samples=options.num_samples)
-            return plan_prompts(options.num_samples, prompts, cast(Any, self.dataset).rows_of(prompts))
-        return plan_samples(
-            options.num_samples,
-            num_classes=self.config.dataset.num_classes or 0,
-            class_balance=options.class_balance,
-            class_counts=self.evaluator.class_counts,
-            seed=options.seed,
-        )
 
 
 def _real_images(config: Config, dataset: Any, held_out: Any) -> dict[Source, ImageDataset]:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config, cache_folder
 from torchditan.data_stream.datasets import CaptionedPixels, ImageDataset
 from torchditan.distributed.float32_products import ieee_float32
+from torchditan.distributed.precision import float64_device
 from torchditan.distributed.process_group import from_rank_0, gather_on_rank_0, rank_and_world_size
+from torchditan.evaluation.drawing import ClassBalance, SampleRows, order_of_classes
 from torchditan.evaluation.metric import (
     Evaluation,
     Figure,
@@ -39,28 +41,6 @@ from torchditan.registry import METRICS, build, registered, resolve
 from torchditan.run.progress import report_progress
 
 
-@dataclass(frozen=True)
-class RealImages:
-    """The training and held-out images of a run; `datasets` is empty if they are not needed."""
-
-    datasets: Mapping[Source, ImageDataset]
-    to_pixels: ToPixels
-    """Decodes their samples."""
-    has_labels: bool
-    corrupt_images: Literal["error", "skip"] = "error"
-
-    def pictures(self, source: Source, *, rank: int, world_size: int) -> Iterator[Pictures]:
-        """The pictures of a source that a rank reads, decoded and in 8 bits."""
-        dataset = self.datasets[source]
-        batches = batches_of(dataset, rank=rank, world_size=world_size, corrupt_images=self.corrupt_images)
-        total = -(-len(dataset) // world_size)  # of this rank, within a batch
-        with report_progress(f"reading {source.replace('_', '-')} images", total=total, unit="images") as advance:
-            for samples, labels, indices in batches:
-                images = to_8_bit(self.to_pixels(samples)).byte()
-                yield Pictures(images, labels if self.has_labels else None, indices, source)
-                advance(len(images))
-
-
 class Shown(NamedTuple):
     """The pictures of a source, over all ranks."""
 
@@ -75,13 +55,16 @@ class Evaluator:
     """Computes metrics of generated pictures. All ranks build it and call its methods together.
 
     Args:
+        config: of the run whose images are compared; None without a run.
         metrics: names in `METRICS`.
-        evaluation: arguments for building them.
-        real: the real images.
-        num_samples, image_size: number of generated pictures, and their (H, W).
-        without_labels: why the generated pictures have no classes; None if they have.
+        datasets: training and held-out images of the run; empty if they are not needed.
+        class_names: of the generated pictures; empty if their classes are not known.
         prompts_of: the captioned dataset whose prompts the generated pictures have; None if they have none.
+        num_samples, image_size: number of generated pictures, and their (H, W).
+        decode: decodes samples of the datasets.
+        device: where metrics run their networks.
         option: the one that names the metrics.
+        arguments: see `Evaluation`.
 
     Raises:
         ConfigError: a metric cannot be computed, or an extractor is missing. Raised before images are drawn.
@@ -89,73 +72,122 @@ class Evaluator:
 
     def __init__(
         self,
+        config: Config | None,
         metrics: Sequence[str],
-        evaluation: Evaluation,
-        real: RealImages,
+        datasets: Mapping[Source, ImageDataset],
         *,
+        class_names: Sequence[str],
+        prompts_of: str | None,
         num_samples: int,
         image_size: tuple[int, int],
-        without_labels: str | None,
-        prompts_of: str | None = None,
+        decode: ToPixels,
+        device: torch.device,
         option: str = "--metrics",
+        **arguments: Any,
     ) -> None:
-        found = [(*resolve(METRICS, option, name), name) for name in metrics]
-        needed = ("needs_labels", "check", "update", "state", "merge", "forget", "compute")
-        for cls, _, name in found:
-            if missing := [attribute for attribute in needed if not hasattr(cls, attribute)]:
-                raise option_error(option, name, f"lacks {', '.join(missing)} of torchditan.evaluation.metric.Metric")
-            judged = getattr(cls, "needs_dataset", None)
-            if judged != prompts_of and judged is not None:
-                raise option_error(option, name, f"needs samples of a model of the dataset {judged}; leave it out")
-            if judged is None and prompts_of is not None and "train" not in real.datasets:
-                right = "use prompts" if _is_scored_by_prompts(prompts_of) else "leave it out"
-                right = f"compares with real images, which are not read here for captions of {prompts_of}; {right}"
-                raise option_error(option, name, right)
-            if cls.needs_labels and without_labels is not None:
-                raise option_error(option, name, without_labels)
-        self.metrics: list[Metric] = [build(cls, option, name, evaluation, **given) for cls, given, name in found]
-        self.real = real
+        self.datasets = datasets
+        self.class_names = list(class_names)
+        self.prompts_of = prompts_of
+        self.num_samples = num_samples
+        self.image_size = image_size
+        self.to_pixels: ToPixels = decode
+        if config is not None and config.autoencoder.online:
+            self.to_pixels = lambda samples: samples  # of a dataset of pixels
+        self.corrupt_images = "error" if config is None else config.dataset.corrupt_images
         self.shown: dict[Source, Shown] = {}
         """Real images that the metrics have seen."""
+        evaluation = Evaluation(
+            class_names=self.class_names,
+            device=str(float64_device(device)),
+            cache_folder=None if config is None else cache_folder(config) / "features",
+            **arguments,
+        )
+        self.metrics: list[Metric] = []
+        for name in metrics:
+            cls, given = resolve(METRICS, option, name)
+            self._check_samples(cls, option, name)
+            self.metrics.append(build(cls, option, name, evaluation, **given))
         counts: dict[Source, int] = {"train": 0, "held_out": 0, "generated": num_samples}
-        counts |= {source: len(dataset) for source, dataset in real.datasets.items()}
+        counts |= {source: len(dataset) for source, dataset in datasets.items()}
         for metric in self.metrics:
             metric.check(counts, image_size=image_size)
 
-    def prompts(self, given: Sequence[str], *, num_samples: int) -> list[str]:
-        """The prompts to draw: those that the user gave, which the metrics check, or those of the first metric.
+    def _check_samples(self, cls: Any, option: str, name: str) -> None:
+        """Refuse a metric that cannot judge samples of this kind."""
+        judged = getattr(cls, "needs_dataset", None)
+        if judged is not None and judged != self.prompts_of:
+            raise option_error(option, name, f"needs samples of a model of the dataset {judged}; leave it out")
+        if judged is None and self.prompts_of is not None and "train" not in self.datasets:
+            right = "use prompts" if _is_scored_by_prompts(self.prompts_of) else "leave it out"
+            right = f"compares with real images, which are not read here for captions of {self.prompts_of}; {right}"
+            raise option_error(option, name, right)
+        if cls.needs_labels and not self.class_names:
+            raise option_error(option, name, "needs samples with labels, and these are without labels; leave it out")
 
+    def choose_samples(
+        self,
+        *,
+        seed: int,
+        class_balance: ClassBalance,
+        encode: Callable[[list[str]], SampleRows],
+        prompts: Sequence[str] = (),
+    ) -> tuple[SampleRows, Tensor]:
+        """The rows and the order of the generated pictures, after `read_real_images`.
+
+        Prompts are drawn in turn: those that the user gave, which the metrics check, or those of the first metric.
         Without a metric of prompts they are training captions, each once before any occurs again.
 
+        Args:
+            seed: of classes that are drawn at random.
+            encode: gives the rows of prompts.
+            prompts: of the user.
+
         Raises:
-            ConfigError: a metric cannot judge one that was given.
+            ConfigError: a metric cannot judge a prompt, or the number of images of each class is not known.
         """
+        if self.prompts_of is not None:
+            rows = encode(self._prompts(prompts))
+            return rows, rows.in_turn(self.num_samples)
+        num_classes = len(self.class_names)
+        rows = SampleRows.of_classes(range(max(1, num_classes)), class_names=self.class_names)
+        counts = self.shown["train"].class_counts if "train" in self.shown else None
+        order = order_of_classes(
+            self.num_samples, num_classes=num_classes, class_balance=class_balance, class_counts=counts, seed=seed
+        )
+        return rows, order
+
+    def _prompts(self, given: Sequence[str]) -> list[str]:
         judges = [metric for metric in self.metrics if isinstance(metric, PromptMetric)]
         for metric in judges:
             metric.check_prompts(given)
         if given:
             return list(given)
         if judges:
-            return judges[0].draw_prompts(num_samples)
-        dataset: Any = self.real.datasets["train"]
+            return judges[0].draw_prompts(self.num_samples)
+        dataset: Any = self.datasets["train"]
         order = Permutation(0, "caption_order", 0, length=len(dataset))
-        chosen = order(np.arange(num_samples) % len(dataset)).tolist()
-        if isinstance(dataset, CaptionedPixels):
-            return [dataset.caption_of(index) for index in chosen]
-        return [dataset.captions[index] for index in chosen]
+        chosen = order(np.arange(self.num_samples) % len(dataset)).tolist()
+        caption_of = dataset.caption_of if isinstance(dataset, CaptionedPixels) else dataset.captions.__getitem__
+        return [caption_of(index) for index in chosen]
+
+    def real_pictures(self, source: Source, *, rank: int, world_size: int) -> Iterator[Pictures]:
+        """The real pictures of a source that a rank reads, decoded and in 8 bits."""
+        dataset = self.datasets[source]
+        batches = batches_of(dataset, rank=rank, world_size=world_size, corrupt_images=self.corrupt_images)
+        total = -(-len(dataset) // world_size)  # of this rank, within a batch
+        with report_progress(f"reading {source.replace('_', '-')} images", total=total, unit="images") as advance:
+            for samples, labels, indices in batches:
+                images = to_8_bit(self.to_pixels(samples)).byte()
+                yield Pictures(images, labels if self.class_names else None, indices, source)
+                advance(len(images))
 
     def read_real_images(self) -> None:
         """Show this rank's part of all real images to its metrics; does nothing the second time."""
         rank, world_size = rank_and_world_size()
-        for source in self.real.datasets:
+        for source in self.datasets:
             if source not in self.shown:
-                pictures = self.real.pictures(source, rank=rank, world_size=world_size)
+                pictures = self.real_pictures(source, rank=rank, world_size=world_size)
                 self.shown[source] = show(self.metrics, pictures, source)
-
-    @property
-    def class_counts(self) -> list[int] | None:
-        """Training images of each class; None if they are not known."""
-        return self.shown["train"].class_counts if "train" in self.shown else None
 
     def show(self, batches: Iterable[Pictures]) -> Shown:
         """Show this rank's generated pictures to its metrics."""
@@ -241,8 +273,3 @@ def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
     """The single numbers among the results of metrics."""
     values = {name: result.value if isinstance(result, Figure) else result for name, result in results.items()}
     return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
-
-
-def feature_cache_folder(config: Config) -> Path:
-    """Where features of real images are kept: in the cache folder that runs share."""
-    return cache_folder(config) / "features"

@@ -29,13 +29,13 @@ from torchditan.run.npy_files import read_header
 
 INCEPTION = "Inception-2015"
 """The extractor of a file that names none."""
-_MOST_FEATURES = 8_192
-"""Features in stored statistics; pool_3 has 2,048."""
-_LONGEST_TEXT = 4_096
-"""Bytes of the extractor's name."""
-_DAMAGE = (OSError, KeyError, ValueError, EOFError, RuntimeError, SystemError, zlib.error, zipfile.BadZipFile)
-"""What zipfile and numpy raise for a file that is damaged or no archive. RuntimeError: an encrypted entry, or an
-unknown compression. SystemError: a text with invalid code points."""
+_MOST_BYTES = 8 * 8_192**2
+"""Of stored statistics: of 8,192 features in float64. pool_3 has 2,048."""
+_DAMAGE = (
+    *(OSError, KeyError, TypeError, ValueError, EOFError, RuntimeError, OverflowError, SystemError),
+    *(zlib.error, zipfile.BadZipFile),
+)
+"""What zipfile, numpy and torch raise for a file that is damaged or not an archive."""
 
 
 def image_shape(path: Path) -> tuple[int, int, int]:
@@ -54,11 +54,8 @@ def has_images(path: Path) -> bool:
     Raises:
         ConfigError: the file is unreadable.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return "arr_0.npy" in archive.namelist()
-    except _DAMAGE as error:
-        raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
+    with _open(path) as archive:
+        return "arr_0.npy" in archive.namelist()
 
 
 def read_images(path: Path, *, batch_size: int) -> Iterator[Tensor]:
@@ -71,7 +68,7 @@ def read_images(path: Path, *, batch_size: int) -> Iterator[Tensor]:
         num_images, height, width, channels = shape
         for start in range(0, num_images, batch_size):
             rows = min(batch_size, num_images - start)
-            data = _read_exactly(file, rows * height * width * channels, path)
+            data = bytearray(file.read(rows * height * width * channels))
             images = torch.frombuffer(data, dtype=torch.uint8).view(rows, height, width, channels)
             yield images.permute(0, 3, 1, 2).contiguous()
 
@@ -130,23 +127,17 @@ def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gau
     Raises:
         ConfigError: the file is unreadable, or its statistics are of another extractor.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = {name.removesuffix(".npy") for name in archive.namelist()}
-            stored = str(_read_array(archive, "extractor", ())) if "extractor" in names else INCEPTION
-            if "mu" in names and stored != extractor:
-                raise ConfigError(f"{path}: its statistics are of {stored}, and this evaluation uses {extractor}")
-            count = int(_read_array(archive, "count", ())) if "count" in names else None
-            pairs = [("mu", "sigma"), ("mu_s", "sigma_s")]
-            pool, spatial = (
-                _read_gaussian(archive, mean, covariance, count) if {mean, covariance} <= names else None
-                for mean, covariance in pairs
-            )
-            return pool, spatial
-    except _DAMAGE as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
+    with _open(path) as archive:
+        names = {name.removesuffix(".npy") for name in archive.namelist()}
+        stored = str(_read_array(archive, "extractor")) if "extractor" in names else INCEPTION
+        if "mu" in names and stored != extractor:
+            raise ConfigError(f"{path}: its statistics are of {stored}, and this evaluation uses {extractor}")
+        count = int(_read_array(archive, "count")) if "count" in names else None
+        pool, spatial = (
+            _read_gaussian(archive, mean, covariance, count) if {mean, covariance} <= names else None
+            for mean, covariance in (("mu", "sigma"), ("mu_s", "sigma_s"))
+        )
+        return pool, spatial
 
 
 def check_same_size(generated: tuple[int, int], reference: tuple[int, int], *, name: str) -> None:
@@ -165,54 +156,40 @@ def check_same_size(generated: tuple[int, int], reference: tuple[int, int], *, n
 
 
 def _read_gaussian(archive: zipfile.ZipFile, mean: str, covariance: str, count: int | None) -> Gaussian:
-    first = _read_array(archive, mean, (None,))
-    second = _read_array(archive, covariance, (len(first), len(first)))
+    first, second = _read_array(archive, mean), _read_array(archive, covariance)
+    if first.ndim != 1 or second.shape != (len(first), len(first)) or not len(first):
+        raise ValueError(f"{mean} is {first.shape}, {covariance} is {second.shape}")
     return Gaussian(mean=torch.from_numpy(first).double(), covariance=torch.from_numpy(second).double(), count=count)
 
 
-def _read_array(archive: zipfile.ZipFile, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
-    """An array of numbers, or a short text. Nothing is allocated for what the header alone promises.
-
-    Args:
-        shape: the expected one; None allows up to `_MOST_FEATURES`.
-    """
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """An array of numbers, or a text, of a bounded size."""
     with archive.open(f"{name}.npy") as file:
-        found, is_fortran, dtype = read_header(file)
-        is_right = len(found) == len(shape) and all(
-            size == right if right is not None else 0 < size <= _MOST_FEATURES
-            for size, right in zip(found, shape, strict=False)
-        )
-        if not is_right or dtype.kind not in ("fiu" if shape else "iuU") or dtype.itemsize > _LONGEST_TEXT:
-            raise ValueError(f"{name} is {found} {dtype}")
-        size = math.prod(found) * dtype.itemsize
-        data = file.read(size)
-    if len(data) < size:
-        raise ValueError(f"{name} ends too early")
-    array = np.frombuffer(data, dtype=dtype).reshape(found, order="F" if is_fortran else "C")
+        shape, is_fortran, dtype = read_header(file)
+        size = math.prod(shape) * dtype.itemsize
+        if size > _MOST_BYTES or dtype.kind not in "fiuU":
+            raise ValueError(f"{name} is {shape} {dtype}")
+        array = np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if is_fortran else "C")
     return array.astype(dtype.newbyteorder("="))
+
+
+@contextmanager
+def _open(path: Path, what: str = "of images or statistics") -> Iterator[zipfile.ZipFile]:
+    """Raises ConfigError for a file that is damaged, or not such an archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except ConfigError:
+        raise
+    except _DAMAGE as error:
+        raise ConfigError(f"{path}: not an .npz file {what} ({error})") from error
 
 
 @contextmanager
 def _open_images(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, int, int, int]]]:
     """The data of `arr_0`, positioned at the first image, and its shape (N, H, W, 3)."""
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as file:
-            shape, is_fortran, dtype = read_header(file)
-            if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8 or is_fortran:
-                right = f"must be (N, H, W, 3) uint8, not {shape} {dtype}"
-                raise ConfigError(f"{path}: arr_0 {right}")
-            yield file, (shape[0], shape[1], shape[2], shape[3])
-    except _DAMAGE as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path}: not an .npz file with images in arr_0 ({error})") from error
-
-
-def _read_exactly(file: IO[bytes], size: int, path: Path) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        block = file.read(size - len(data))
-        if not block:
-            raise ConfigError(f"{path}: ends before its last image; copy it again")
-        data += block
-    return data
+    with _open(path, "with images in arr_0") as archive, archive.open("arr_0.npy") as file:
+        shape, is_fortran, dtype = read_header(file)
+        if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8 or is_fortran:
+            raise ConfigError(f"{path}: arr_0 must be (N, H, W, 3) uint8, not {shape} {dtype}")
+        yield file, (shape[0], shape[1], shape[2], shape[3])

@@ -10,9 +10,9 @@ PSNR and SSIM need a reference image for sample i:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
+from torchditan.evaluation.drawing import Drawing, SampleRows
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
-from torchditan.evaluation.sampler import SampleRows
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.run.atomic_files import atomic_writer
 
 ORIGINAL = "original.npz"
-"""In samples/: the samples of the original model before the first step, and how they were drawn."""
+"""In samples/: the samples of the original model before the first step, and the digest of their drawing."""
 _SEARCH_LIMIT = 20_000
 
 
@@ -48,13 +48,17 @@ class Grids:
         self.dataset = dataset
         self.held_out = held_out
         self.space = space
-        prompts: SampleRows | None = dataset.prompts
-        self.shows_prompts = prompts is not None
-        if prompts is None:
-            labels = range(min(config.sampling.max_classes, max(1, len(dataset.class_names))))
-            prompts = SampleRows.of_classes(labels, class_names=dataset.class_names)
-        self.rows = prompts
+        self.shows_prompts = dataset.prompts is not None
+        self.rows: SampleRows = dataset.prompts or SampleRows.first_classes(
+            config.sampling.max_classes, class_names=dataset.class_names
+        )
         self._real: Tensor | None = None
+
+    def drawing(self, step: int) -> Drawing:
+        """The samples of the grid at this step, row by row."""
+        sampling = self.config.sampling
+        order = self.rows.each(sampling.images_per_class)
+        return Drawing(self.rows, order, sampling, seed=self.config.training.seed, step=step)
 
     @property
     def has_original(self) -> bool:
@@ -63,13 +67,12 @@ class Grids:
         begins_trained = config.model.path is not None or config.checkpoint.initial_load_path is not None
         return begins_trained and config.sampling.at_start
 
-    def write(self, path: Path, generated: Tensor, *, step: int) -> dict[str, float]:
+    def write(self, path: Path, generated: Tensor, drawing: Drawing) -> dict[str, float]:
         """Write the grid of a step, and compare it with its reference images.
 
         Args:
             path: PNG to write.
-            generated: pixels (rows, k, C, [F,] H, W).
-            step: of the training.
+            generated: pixels of the drawing (N, C, [F,] H, W).
 
         Returns:
             `psnr` and `ssim`, or `psnr_to_original` and `ssim_to_original`, if there are references.
@@ -77,17 +80,17 @@ class Grids:
         Raises:
             OSError: the file cannot be written.
         """
-        config, rows = self.config, self.rows
         if self._real is None:
             self._real = self._real_images()
-        generated, real = stills(generated), self._real
-        name, sampling = str(config.metrics.experiment_name), config.sampling
+        rows, sampling, step = drawing.rows, drawing.sampling, drawing.step
+        generated, real = stills(generated.unflatten(0, (len(rows.names), -1))), self._real
+        name = str(self.config.metrics.experiment_name)
         title = f"{name}, step {step}, {sampling.sampler} {sampling.num_steps} steps"
         title += f", guidance {sampling.guidance_scale:g}"
         save_grid(path, generated, real, rows.names, title=title, real_heading=self.space.real_heading)
         if self.shows_prompts:
             add_to_steps(path.parent, generated[:, 0], rows.names, step=step, title=name)
-        return self._scores(generated, path.parent, step=step)
+        return self._scores(generated, path.parent, drawing)
 
     def why_no_scores(self, folder: Path, *, is_resumed: bool) -> str | None:
         """Why the user's own prompts have no PSNR and SSIM, and how to get them; None if they have.
@@ -106,12 +109,12 @@ class Grids:
             if config.model.path is None and config.checkpoint.initial_load_path is None:
                 return f"{missing}, and this run starts from random weights"
             return f"{missing}; --sampling.at_start compares with the samples of the original model"
-        if not is_resumed or self.rows.references is not None or self._read_original(folder) is not None:
+        if not is_resumed or self.rows.references is not None or _read_original(folder, self.drawing(0)) is not None:
             return None
         why = f"{folder / ORIGINAL} is missing, or was drawn with other [sampling] options"
         return f"no PSNR and SSIM to the original: {why}"
 
-    def _scores(self, generated: Tensor, folder: Path, *, step: int) -> dict[str, float]:
+    def _scores(self, generated: Tensor, folder: Path, drawing: Drawing) -> dict[str, float]:
         if not self.shows_prompts:
             return {}
         from torchditan.evaluation.reconstruction import similarity, to_8_bit
@@ -121,29 +124,13 @@ class Grids:
             return similarity(generated, self._real)
         if not self.has_original:
             return {}
-        if step == 0:
+        if drawing.step == 0:
             with atomic_writer(folder / ORIGINAL) as file:
-                np.savez(file, pixels=to_8_bit(generated).byte().numpy(), drawn=np.array(self.drawn))
+                np.savez(file, pixels=to_8_bit(generated).byte().numpy(), drawn=np.array(drawing.digest()))
             return {}
-        pixels = self._read_original(folder)
+        pixels = _read_original(folder, replace(drawing, step=0))
         scores = {} if pixels is None else similarity(generated, pixels)
         return {f"{name}_to_original": value for name, value in scores.items()}
-
-    def _read_original(self, folder: Path) -> Tensor | None:
-        """Pixels (rows, k, C, H, W), or None if they were not drawn, or drawn in another way than these samples."""
-        drawn = self.drawn
-        try:
-            with np.load(folder / ORIGINAL, allow_pickle=False) as stored:
-                if str(stored["drawn"]) != drawn:
-                    return None
-                return torch.from_numpy(stored["pixels"]).float() / 127.5 - 1
-        except Exception:  # of the archive, of numpy, and of the tokenizer that it calls
-            return None
-
-    @property
-    def drawn(self) -> str:
-        """All settings that determine the samples of a model."""
-        return json.dumps([vars(self.config.sampling), self.config.training.seed, self.rows.names], sort_keys=True)
 
     def _real_images(self) -> Tensor | None:
         """Pixels (rows, k, C, H, W), or None."""
@@ -158,6 +145,17 @@ class Grids:
             conditional=bool(self.dataset.class_names),
             to_pixels=self.space.real_to_pixels,
         )
+
+
+def _read_original(folder: Path, drawing: Drawing) -> Tensor | None:
+    """Pixels (rows, k, C, H, W), or None if they were not drawn, or drawn in another way."""
+    try:
+        with np.load(folder / ORIGINAL, allow_pickle=False) as stored:
+            if str(stored["drawn"]) != drawing.digest():
+                return None
+            return torch.from_numpy(stored["pixels"]).float() / 127.5 - 1
+    except Exception:  # of the archive, of numpy, and of the tokenizer that it calls
+        return None
 
 
 def real_samples(

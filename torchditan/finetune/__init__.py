@@ -3,6 +3,6 @@
 
 The core never imports this package. A registry or a script imports it when an option asks for it.
 
-May import: autoencoders, config, data_stream, distributed, evaluation, latents, models, randomness, registry,
-run, weights.
+May import: autoencoders, config, data_stream, distributed, evaluation, job, latents, models, randomness,
+registry, run, weights.
 """

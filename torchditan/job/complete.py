@@ -7,7 +7,6 @@ Configurations are frozen: `complete` returns a new one. Only this module comple
 from __future__ import annotations
 
 import dataclasses
-import math
 import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,11 @@ import torch
 
 from torchditan.checkpoint.files import final_weights, list_checkpoints, step_of
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config, Diffusion
+from torchditan.config.options import Config
 from torchditan.config.trajectory import flatten_tree
 from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import batch_multiple
-from torchditan.diffusion.timesteps import shift_of_dimension
 from torchditan.distributed.precision import automatic, precision_for
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
@@ -90,7 +88,7 @@ def complete(
         check_steps(config, run)
     config = complete_batches(config, rank)
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
-    config = config.fill_in({"diffusion.timestep_shift": timestep_shift_of(config.diffusion, spec)})
+    config = config.fill_in({"diffusion.timestep_shift": spec.timestep_shift})
     clips = registered(OBJECTIVES, config.diffusion.objective).clips_pixels and config.model.name not in FAMILIES
     if clips and config.autoencoder.name is None:
         config = config.fill_in({"sampling.clip_sample": True})
@@ -101,23 +99,6 @@ def complete_precision(config: Config, run: StoredRun | None, *, device: torch.d
     """Replace each precision of "auto" by that of the continued run, or by the one that suits the device."""
     stored = {} if run is None else run.options
     return config.replace({option: stored.get(option) or precision_for(device) for option in automatic(config)})
-
-
-def timestep_shift_of(config: Diffusion, spec: ModelSpec) -> float:
-    """The shift for these samples: that of `diffusion.timestep_shift_base`, or without one the model's.
-
-    Raises:
-        ConfigError: another `diffusion.timestep_shift` was set too.
-    """
-    base, given = config.timestep_shift_base, config.timestep_shift
-    if base is None:
-        return spec.timestep_shift
-    num_values = math.prod(spec.sample_shape)
-    shift = shift_of_dimension(num_values, base)
-    if given not in (None, shift):
-        right = f"timestep_shift_base {base} sets it to {shift:.6g} for {num_values} values; leave one of them out"
-        raise option_error("diffusion.timestep_shift", given, right)
-    return shift
 
 
 def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> Config:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import CaptionedPixels, CorruptImageError, GroupedDataset, ImageDataset
+from torchditan.data_stream.loader import PREFETCH
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.index import Encoding, LatentIndex
 from torchditan.latents.shards import PUBLIC_SCALE, LatentShards
@@ -132,7 +133,6 @@ def encode(
     rank: Rank,
     batch_size: int,
     num_workers: int,
-    prefetch_factor: int,
     report: Callable[[int], None],
     moments: Moments | None = None,
     skips_corrupt: bool = False,
@@ -146,8 +146,7 @@ def encode(
         writer: open.
         rank: encodes every world_size-th shard.
         batch_size: images in one forward pass.
-        num_workers, prefetch_factor: processes that decode images ahead, and their batches; with 0 workers, this
-            process decodes.
+        num_workers: processes that decode images ahead; with 0, this process decodes.
         report: called with the number of images after each batch.
         skips_corrupt: leave unreadable images out.
 
@@ -165,7 +164,6 @@ def encode(
         dataset,
         itertools.chain.from_iterable(_batches_of(number, encoding, batch_size) for number in numbers),
         num_workers=num_workers if numbers else 0,
-        prefetch_factor=prefetch_factor,
         pin_memory=autoencoder.device.type == "cuda",
         skips_corrupt=skips_corrupt,
     )
@@ -263,7 +261,6 @@ def _load(
     batches: Iterable[list[int]],
     *,
     num_workers: int,
-    prefetch_factor: int,
     pin_memory: bool,
     skips_corrupt: bool,
 ) -> Iterator[_SourceBatch]:
@@ -272,7 +269,7 @@ def _load(
         batch_sampler=batches,
         collate_fn=_Collate(dataset.sample_shape, skips_corrupt=skips_corrupt),
         num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
+        prefetch_factor=PREFETCH if num_workers else None,
         pin_memory=pin_memory,
     )
     for batch in loader:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -29,15 +30,20 @@ REPAIR = "rerun the command that encoded it"
 STORED_DTYPES = ("bf16", "int8")
 _LARGEST_SIDE = 65_536
 """Of a latent shape, channels included."""
-_AUTOENCODER_KEYS = {
-    "autoencoder_name": "name",
-    "autoencoder_path": "path",
-    "downsampling": "downsampling",
-    "fingerprint": "fingerprint",
-    "image_channels": "image_channels",
-    "autoencoder_dtype": "dtype",
+_TABLES = {
+    "autoencoder": {
+        "autoencoder_name": "name",
+        "autoencoder_path": "path",
+        "downsampling": "downsampling",
+        "fingerprint": "fingerprint",
+        "image_channels": "image_channels",
+        "autoencoder_dtype": "dtype",
+    },
+    "statistics": {"mean": "mean", "std": "std"},
+    "normalization": {"shift": "shift", "scale": "scale", "normalization": "source"},
 }
-"""Fields of `Encoding` that JSON stores under `autoencoder`, and their keys there."""
+"""Tables of the JSON: the fields in each, and their keys there."""
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +98,7 @@ class ShardRecord:
     """(C,) float64, over all stored latents of the shard as read back, including mirrored ones."""
     sum_of_squares: tuple[float, ...]
     skipped: tuple[tuple[int, str], ...] = ()
-    """(number, reason) of the source images that could not be read."""
+    """(number, reason) of the source images that could not be read; `{"index": ..., "reason": ...}` in the JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,45 +118,51 @@ class LatentIndex(Encoding):
     shards: tuple[ShardRecord, ...]
 
 
+Stored = TypeVar("Stored", bound="Encoding | ShardRecord")
+
+
 def read_index(folder: Path) -> LatentIndex:
     """Read `index.json` of a folder.
 
     Raises:
-        ConfigError: it is missing, does not parse, or was written by a newer version of TorchDiTan.
+        ConfigError: it is missing, damaged, or was written by a newer version of TorchDiTan.
     """
-    try:
-        values = json.loads((folder / INDEX_FILE).read_bytes())
-    except OSError:
+    if not (folder / INDEX_FILE).is_file():
         right = "holds no latents (it has no index.json); encode them with torchditan encode"
         if (folder / SETTINGS_FILE).exists():
             right = f"its encoding is not finished; {REPAIR}"
-        raise option_error("dataset.root_dir", str(folder), right) from None
-    except (ValueError, RecursionError):
-        values = None
-    return index_from_json(values, where=folder / INDEX_FILE)
+        raise option_error("dataset.root_dir", str(folder), right)
+    return read_as(LatentIndex, folder / INDEX_FILE)
 
 
-def index_from_json(values: Any, *, where: Path) -> LatentIndex:
-    """Inverse of `index_to_json`; a ConfigError names the file."""
-    _check_version(values, where=where)
+def read_as(kind: type[Stored], path: Path) -> Stored:
+    """Read a file that `index_to_json` described.
+
+    Raises:
+        ConfigError: as above.
+    """
     try:
-        statistics, normalization = values["statistics"], values["normalization"]
-        shards = tuple(record_from_json(entry) for entry in values["shards"])
-        index = LatentIndex(
-            **vars(_encoding_from(values)),
-            num_images=int(values["num_images"]),
-            num_skipped=int(values["num_skipped"]),
-            mean=_numbers(statistics["mean"]),
-            std=_numbers(statistics["std"]),
-            shift=_numbers(normalization["shift"]),
-            scale=_numbers(normalization["scale"]),
-            normalization=str(normalization["source"]),
-            shards=shards,
-        )
-        _check_numbers(index)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again") from None
-    return index
+        values = json.loads(path.read_bytes())
+        if values["format_version"] > FORMAT_VERSION:
+            version = f"is of format {values['format_version']}, and this TorchDiTan reads up to {FORMAT_VERSION}"
+            raise ConfigError(f"{path} {version}; update TorchDiTan")
+        for table, keys in _TABLES.items():
+            values |= {name: values[table][key] for name, key in keys.items() if table in values}
+        found = _from_json(kind, values)
+        _check_numbers(found)
+    except ConfigError:
+        raise
+    except _DAMAGE:
+        raise ConfigError(f"{path} is damaged; restore it, or delete it and encode the latents again") from None
+    return found
+
+
+def read_record(path: Path) -> ShardRecord | None:
+    """The record of a shard, while its folder is written; None if it is missing or damaged."""
+    try:
+        return _from_json(ShardRecord, json.loads(path.read_bytes()))
+    except (FileNotFoundError, *_DAMAGE):
+        return None
 
 
 def fingerprint_of(index: LatentIndex) -> str:
@@ -160,52 +172,54 @@ def fingerprint_of(index: LatentIndex) -> str:
     return f"latents-{digest[:16]}"
 
 
-def index_to_json(index: LatentIndex) -> dict[str, Any]:
-    """`index.json` as nested plain values."""
-    values = {**encoding_to_json(index), "num_images": index.num_images, "num_skipped": index.num_skipped}
-    values["statistics"] = {"mean": index.mean, "std": index.std}
-    values["normalization"] = {"shift": index.shift, "scale": index.scale, "source": index.normalization}
-    values["shards"] = [record_to_json(shard) for shard in index.shards]
-    return values
-
-
-def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
-    """`encoding.json`, which is also the start of `index.json`, as nested plain values."""
-    values = {name: getattr(encoding, name) for name in Encoding.__dataclass_fields__}
-    autoencoder = {key: values.pop(name) for name, key in _AUTOENCODER_KEYS.items()}
-    if values["shard_format"] == "safetensors":  # older folders lack the key, and `fingerprint_of` must not change
-        del values["shard_format"]
-    return {"format_version": FORMAT_VERSION, "autoencoder": autoencoder, **values}
-
-
-def encoding_from_json(values: Any, *, where: Path) -> Encoding:
-    """Inverse of `encoding_to_json`; a ConfigError names the file."""
-    _check_version(values, where=where)
-    try:
-        return _encoding_from(values)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise ConfigError(f"{where} is damaged; delete the folder and encode the latents again") from None
+def index_to_json(index: Encoding) -> dict[str, Any]:
+    """`index.json`, or `encoding.json` of an `Encoding`, as nested plain values."""
+    values = asdict(index)
+    for table, keys in _TABLES.items():
+        if found := {key: values.pop(name) for name, key in keys.items() if name in values}:
+            values[table] = found
+    if isinstance(index, LatentIndex):
+        values["shards"] = [record_to_json(shard) for shard in index.shards]
+    return {"format_version": FORMAT_VERSION, **values}
 
 
 def record_to_json(record: ShardRecord) -> dict[str, Any]:
-    values = asdict(record)
-    values["skipped"] = [{"index": number, "reason": reason} for number, reason in record.skipped]
-    return values
+    skipped = [{"index": number, "reason": reason} for number, reason in record.skipped]
+    return {**asdict(record), "skipped": skipped}
 
 
-def record_from_json(values: dict[str, Any]) -> ShardRecord:
-    file = values["file"]
-    if file in ("", ".", "..") or Path(file).name != file:
-        raise ValueError(file)  # a shard must be inside the folder
-    return ShardRecord(
-        file=file,
-        num_images=int(values["num_images"]),
-        bytes=int(values["bytes"]),
-        sha256=str(values["sha256"]),
-        sum=_numbers(values["sum"]),
-        sum_of_squares=_numbers(values["sum_of_squares"]),
-        skipped=tuple((int(entry["index"]), str(entry["reason"])) for entry in values["skipped"]),
-    )
+def _from_json(kind: type[Stored], values: dict[str, Any]) -> Stored:
+    """A dataclass whose fields are converted to their types."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _convert(hint, values[name]) for name, hint in hints.items()})
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    if isinstance(hint, UnionType):  # of a type and None
+        return None if value is None else _convert(get_args(hint)[0], value)
+    if hint == tuple[int, str]:  # of `skipped`
+        return int(value["index"]), str(value["reason"])
+    if get_origin(hint) is tuple:
+        return tuple(_convert(get_args(hint)[0], element) for element in value)
+    return _from_json(hint, value) if is_dataclass(hint) else hint(value)
+
+
+def _check_numbers(found: Encoding) -> None:
+    """Raise a ValueError for impossible sizes and counts, and unless all numbers per channel have its channels."""
+    channels, _, _ = found.latent_shape
+    if not all(0 < side <= _LARGEST_SIDE for side in found.latent_shape) or found.dtype not in STORED_DTYPES:
+        raise ValueError(found)
+    per_channel = [numbers for numbers in (found.published_shift, found.published_scale) if numbers is not None]
+    if isinstance(found, LatentIndex):
+        counts = [shard.num_images for shard in found.shards]
+        if min(counts, default=-1) < 0 or sum(counts) != found.num_images:
+            raise ValueError(counts)
+        if any(Path(shard.file).name != shard.file for shard in found.shards):
+            raise ValueError(found)  # a shard must be inside the folder
+        per_channel += [found.mean, found.std, found.shift, found.scale]
+        per_channel += [sums for shard in found.shards for sums in (shard.sum, shard.sum_of_squares)]
+    if any(len(numbers) != channels for numbers in per_channel):
+        raise ValueError(channels)
 
 
 def channel_sums(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -230,62 +244,9 @@ def mean_and_std(total: np.ndarray, squares: np.ndarray, *, count: int) -> tuple
     """Mean and standard deviation of `count` values per channel, from sums (C,) and sums of squares (C,)."""
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
-    return _numbers(mean), _numbers(std)
+    return tuple(mean.tolist()), tuple(std.tolist())
 
 
 def standardizing(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(shift, scale) to zero mean and unit variance; the scale of a channel without variance is 1."""
     return tuple(mean), tuple(1 / value if value > 0 else 1.0 for value in std)
-
-
-def _check_version(values: Any, *, where: Path) -> None:
-    version = values.get("format_version") if isinstance(values, dict) else None
-    if type(version) is not int:
-        raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again")
-    if version > FORMAT_VERSION:
-        raise ConfigError(
-            f"{where} is of format {version}, and this TorchDiTan reads up to {FORMAT_VERSION}; update TorchDiTan"
-        )
-
-
-def _encoding_from(values: dict[str, Any]) -> Encoding:
-    shift, scale = values["published_shift"], values["published_scale"]
-    if values["dtype"] not in STORED_DTYPES:
-        raise ValueError(values["dtype"])
-    return Encoding(
-        dataset=str(values["dataset"]),
-        split=str(values["split"]),
-        num_source_images=int(values["num_source_images"]),
-        source=values["source"],
-        image_size=tuple(int(side) for side in values["image_size"]),
-        crop=str(values["crop"]),
-        **{name: values["autoencoder"][key] for name, key in _AUTOENCODER_KEYS.items()},
-        latent_shape=tuple(int(side) for side in values["latent_shape"]),
-        dtype=values["dtype"],
-        flipped=bool(values["flipped"]),
-        posterior=bool(values["posterior"]),
-        shard_size=int(values["shard_size"]),
-        shard_format=str(values.get("shard_format", "safetensors")),
-        class_names=tuple(str(name) for name in values["class_names"]),
-        published_shift=None if shift is None else _numbers(shift),
-        published_scale=None if scale is None else _numbers(scale),
-    )
-
-
-def _check_numbers(index: LatentIndex) -> None:
-    """Raise a ValueError for impossible sizes and counts, and unless all numbers per channel have its channels."""
-    channels, _, _ = index.latent_shape
-    counts = [shard.num_images for shard in index.shards]
-    if not all(0 < side <= _LARGEST_SIDE for side in index.latent_shape):
-        raise ValueError(index.latent_shape)
-    if min(counts, default=-1) < 0 or sum(counts) != index.num_images:
-        raise ValueError(counts)
-    per_channel = [index.mean, index.std, index.shift, index.scale]
-    per_channel += [sums for shard in index.shards for sums in (shard.sum, shard.sum_of_squares)]
-    per_channel += [values for values in (index.published_shift, index.published_scale) if values is not None]
-    if any(len(values) != channels for values in per_channel):
-        raise ValueError(channels)
-
-
-def _numbers(values: Any) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)

@@ -24,10 +24,9 @@ import math
 import mmap
 import resource
 import tarfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -223,9 +222,7 @@ class LatentShards:
         counts = [shard.num_images for shard in index.shards]
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
-        self._lock = threading.Lock()  # protects state that reads fill in; several threads may read
         self._files: list[MappedFile | None] = [None] * len(counts)
-        self._rows: dict[str, list[np.ndarray | None]] = {}
         self._scales = np.zeros((len(counts), index.latent_shape[0]), dtype=np.float32)
         """(shards, C), filled in for the shards mapped so far."""
         _allow_open_files(len(counts))
@@ -244,9 +241,7 @@ class LatentShards:
         problem = next(iter(size_problems(path, index)), None)
         if problem is not None:
             raise option_error("dataset.root_dir", str(path), f"{problem}; {REPAIR}")
-        # np.asarray uses the same map without the slow indexing of np.memmap.
-        labels = np.asarray(_map_labels(path)) if index.class_names else None
-        return cls(path, index, labels=labels)
+        return cls(path, index, labels=_map_labels(path) if index.class_names else None)
 
     def __reduce__(self) -> Any:
         # A loader worker that is not forked reopens the files, because pickled maps would copy all latents.
@@ -275,8 +270,6 @@ class LatentShards:
         shards = np.searchsorted(self._ends, indices, side="right")
         rows = indices - self._starts[shards]
         places = list(zip(shards.tolist(), rows.tolist(), flips.tolist(), strict=True))
-        for shard in {*shards.tolist()}:
-            self._map(shard)
         batch = {"latent": self._gather("latents", places, _STORED_DTYPES[self.index.dtype][1])}
         if self.index.dtype == "int8":
             batch["latent_scale"] = torch.from_numpy(self._scales[shards])  # (B, C)
@@ -287,37 +280,27 @@ class LatentShards:
     def _gather(self, name: str, places: list[tuple[int, int, bool]], dtype: torch.dtype) -> Tensor:
         gathered = torch.empty(len(places), *self.index.latent_shape, dtype=dtype)
         target = gathered.view(torch.uint8).numpy().reshape(len(places), -1)  # (B, bytes per row)
-        plain, mirrored = self._rows_of(name), self._rows_of(f"{name}_flipped")
+        sources = {
+            (shard, flip): self._file(shard).rows(f"{name}_flipped" if flip else name)
+            for shard, flip in {(shard, flip) for shard, _, flip in places}
+        }
         for position, (shard, row, flip) in enumerate(places):
-            target[position] = cast(np.ndarray, (mirrored if flip else plain)[shard])[row]
+            target[position] = sources[shard, flip][row]
         return gathered
 
-    def _rows_of(self, name: str) -> list[np.ndarray | None]:
-        with self._lock:
-            if name not in self._rows:
-                self._rows[name] = [
-                    None if file is None or name not in file.places else file.rows(name) for file in self._files
-                ]
-            return self._rows[name]
-
-    def _map(self, shard: int) -> None:
-        """Map a shard on its first read, and check that its tensors match the index."""
-        if self._files[shard] is None:
-            with self._lock:
-                if self._files[shard] is None:
-                    self._map_locked(shard)
-
-    def _map_locked(self, shard: int) -> None:
-        file = map_shard(self._folder / self.index.shards[shard].file)
-        _check_tensors(file, self.index, num_images=self.index.shards[shard].num_images)
-        if self._constant_scale is not None:
-            self._scales[shard] = self._constant_scale
-        elif self.index.dtype == "int8":
-            self._scales[shard] = file.array("scale")
-        self._files[shard] = file
-        for name, rows in self._rows.items():
-            if name in file.places:
-                rows[shard] = file.rows(name)
+    def _file(self, shard: int) -> MappedFile:
+        """A shard, mapped at its first read, when its tensors are compared with the index. Two threads may both do
+        this, with the same result."""
+        file = self._files[shard]
+        if file is None:
+            file = map_shard(self._folder / self.index.shards[shard].file)
+            _check_tensors(file, self.index, num_images=self.index.shards[shard].num_images)
+            if self._constant_scale is not None:
+                self._scales[shard] = self._constant_scale
+            elif self.index.dtype == "int8":
+                self._scales[shard] = file.array("scale")
+            self._files[shard] = file
+        return file
 
 
 def to_sample(
@@ -344,16 +327,21 @@ def to_sample(
 
 def size_problems(folder: Path, index: LatentIndex) -> list[str]:
     """Files of a finished folder that are missing or differ in size from the index, one line each."""
-    expected = {shard.file: shard.bytes for shard in index.shards}
     problems = []
-    for name, size in expected.items():
-        found = _size(folder / name)
-        if found is None:
-            problems.append(f"{name} is missing")
-        elif found != size:
-            problems.append(f"{name} has {found} bytes, not {size}")
+    for shard in index.shards:
+        size = _size(folder / shard.file)
+        if size != shard.bytes:
+            found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
+            problems.append(f"{shard.file} {found}")
     if index.class_names:
-        problems += _label_file_problems(folder, index)
+        try:
+            labels = _map_labels(folder)
+            if labels.shape != (index.num_images,):
+                problems.append(f"{LABELS_FILE} has {labels.size} labels, not {index.num_images}")
+        except FileNotFoundError:
+            problems.append(f"{LABELS_FILE} is missing")
+        except (OSError, ValueError):
+            problems.append(f"{LABELS_FILE} is damaged")
     return problems
 
 
@@ -471,25 +459,18 @@ def _check_tensors(file: MappedFile, index: LatentIndex, *, num_images: int) -> 
             raise ConfigError(f"{file.path} is not the shard that its index describes: {name} differs; {REPAIR}")
 
 
-def _map_labels(folder: Path) -> np.memmap:
-    """Memory map of labels.npy. np.load would also open archives and, on request, pickles."""
-    return np.lib.format.open_memmap(folder / LABELS_FILE, mode="r")
+def _map_labels(folder: Path) -> np.ndarray:
+    """Memory map of labels.npy.
 
-
-def _label_file_problems(folder: Path, index: LatentIndex) -> list[str]:
-    try:
-        with open(folder / LABELS_FILE, "rb") as file:
-            npy_files.read_header(file)
-        labels = _map_labels(folder)
-    except FileNotFoundError:
-        return [f"{LABELS_FILE} is missing"]
-    except (OSError, ValueError, OverflowError):
-        return [f"{LABELS_FILE} is damaged"]
-    if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        return [f"{LABELS_FILE} holds {labels.dtype} {list(labels.shape)}, not a list of integers"]
-    if labels.shape != (index.num_images,):
-        return [f"{LABELS_FILE} has {len(labels)} labels, not {index.num_images}"]
-    return []
+    Raises:
+        ValueError: it is not a list of integers.
+    """
+    with open(folder / LABELS_FILE, "rb") as file:
+        shape, _, dtype = npy_files.read_header(file)
+        values = _map_bytes(folder / LABELS_FILE)[file.tell() :]
+    if dtype.kind not in "iu":
+        raise ValueError(dtype)
+    return values.view(dtype).reshape(shape)
 
 
 def _label_problems(folder: Path, index: LatentIndex) -> list[str]:

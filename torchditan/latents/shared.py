@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Shares encoded latents: a folder with shards, index and card, and its way back from the hub.
+"""Encoded latents in a shared folder (weights/share.py), and their way back from the hub.
 
 Notable:
 - shards are hard links where the file system allows it, otherwise copies;
@@ -10,7 +10,6 @@ Notable:
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -20,14 +19,11 @@ from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.latents.index import INDEX_FILE, LatentIndex, index_to_json, read_index
 from torchditan.latents.shards import LABELS_FILE, size_problems
-from torchditan.run.atomic_files import new_folder, sha256_of, write_file
+from torchditan.run.atomic_files import sha256_of, write_file
 from torchditan.run.directory import to_json
 from torchditan.run.hub import download_folder
-from torchditan.weights.model_card import Statements, latents_card
-from torchditan.weights.shared import refuse_existing
 
 SPLITS = ("train", "validation")
-CARD = "README.md"
 _FILES = (INDEX_FILE, LABELS_FILE, "shard-*.safetensors", "shard-*.tar")
 _CHECKED = ".torchditan_checked"
 """In a downloaded snapshot: its files are those of the index."""
@@ -45,45 +41,30 @@ def has_latents(folder: Path) -> bool:
     return bool(splits_of(folder))
 
 
-def share_latents(
-    source: Path, folder: Path, *, statements: Statements, overwrite: bool = False
-) -> tuple[dict[str, int], list[str]]:
-    """Write latents to a folder to share.
+def link_latents(source: Path, new: Path) -> tuple[dict[str, LatentIndex], list[str]]:
+    """Link the shards of all splits into a new folder, and write their public index.
 
     Returns:
-        The number of latents of each split, and notes on what changed.
+        The public index of each split, and what others will miss.
 
     Raises:
-        ConfigError: a shard is missing or has another size, or `folder` exists or cannot be written.
+        ConfigError: a shard is missing or has another size.
     """
-    refuse_existing(folder, overwrite=overwrite, is_ours=lambda path: has_latents(path) and (path / CARD).is_file())
-    if folder.resolve() == source.resolve():
-        raise ConfigError(f"{folder} is the folder of the latents; choose another name")
-    indices = {split: read_index(path) for split, path in splits_of(source).items()}
-    public = {split: _public(index) for split, index in indices.items()}
-    first = next(iter(indices))
-    with new_folder(folder, replace=overwrite) as new:
-        for split, path in splits_of(source).items():
-            problems = size_problems(path, indices[split])
-            if problems:
-                raise ConfigError(f"{path}/{problems[0]}; encode the latents again")
-            target = new / path.relative_to(source)
-            target.mkdir(exist_ok=True)
-            labels = [LABELS_FILE] if (path / LABELS_FILE).is_file() else []
-            for file in [*(shard.file for shard in indices[split].shards), *labels]:
+    public, skipped = {}, 0
+    for split, path in splits_of(source).items():
+        index = read_index(path)
+        if problems := size_problems(path, index):
+            raise ConfigError(f"{path}/{problems[0]}; encode the latents again")
+        target = new / path.relative_to(source)
+        target.mkdir(exist_ok=True)
+        for file in [*(shard.file for shard in index.shards), LABELS_FILE]:
+            if (path / file).is_file():
                 _link(path / file, target / file)
-            write_file(target / INDEX_FILE, to_json(index_to_json(public[split]), indent=2) + b"\n")
-        counts = {split: index.num_images for split, index in indices.items()}
-        text = latents_card(
-            json.loads(to_json(index_to_json(public[first]))),
-            statements,
-            name=folder.resolve().name,
-            splits=counts,
-        )
-        write_file(new / CARD, text.encode())
-    skipped = sum(index.num_skipped for index in indices.values())
+        public[split] = _public(index)
+        write_file(target / INDEX_FILE, to_json(index_to_json(public[split]), indent=2) + b"\n")
+        skipped += index.num_skipped
     notes = [f"{skipped} images could not be read when encoding; the index lists their numbers"] if skipped else []
-    return counts, notes
+    return public, notes
 
 
 def open_from_hub(place: str) -> Path:
@@ -99,23 +80,17 @@ def open_from_hub(place: str) -> Path:
         raise option_error("dataset.root_dir", place, f"holds no latents (no {INDEX_FILE}), as torchditan share writes")
     if not (folder / _CHECKED).exists():
         for path in splits.values():
-            _check(path, read_index(path), place=place)
+            index = read_index(path)
+            for problem in size_problems(path, index):
+                raise option_error("dataset.root_dir", place, f"is damaged: {problem}; delete {path} and open it again")
+            for shard in index.shards:
+                if sha256_of(path / shard.file) != shard.sha256:
+                    file = (path / shard.file).resolve()
+                    right = f"is damaged: the SHA-256 of {shard.file} differs; delete {file} and open it again"
+                    raise option_error("dataset.root_dir", place, right)
         with suppress(OSError):  # a cache that others share may be read-only
             (folder / _CHECKED).touch()
     return folder
-
-
-def _check(path: Path, index: LatentIndex, *, place: str) -> None:
-    problems = size_problems(path, index)
-    if problems:
-        raise option_error("dataset.root_dir", place, f"is damaged: {problems[0]}; delete {path} and open it again")
-    for shard in index.shards:
-        if sha256_of(path / shard.file) != shard.sha256:
-            file = (path / shard.file).resolve()
-            right = (
-                f"is damaged: the SHA-256 of {shard.file} differs from {INDEX_FILE}; delete {file} and open it again"
-            )
-            raise option_error("dataset.root_dir", place, right)
 
 
 def _public(index: LatentIndex) -> LatentIndex:

@@ -5,7 +5,7 @@ Notable:
 - a shard is written to a temporary file, synced and renamed. Its record `shard-00000.json` follows in the same way.
   Only a shard with a record counts, and it is kept however the run stops;
 - the rank that finds all records writes labels and index, the index last, and removes the remaining files;
-- if a finished folder lost a shard, it is converted back to records, and the next run writes the missing shard.
+- if a finished folder lost a shard, the next run writes it again: the index has the records of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import errno
 import fcntl
 import hashlib
 import io
-import json
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error, shorten
 from torchditan.config.trajectory import flatten_tree
 from torchditan.latents.index import (
     INDEX_FILE,
@@ -33,12 +33,11 @@ from torchditan.latents.index import (
     LatentIndex,
     ShardRecord,
     channel_sums,
-    encoding_from_json,
-    encoding_to_json,
     index_to_json,
     mean_and_std,
+    read_as,
     read_index,
-    record_from_json,
+    read_record,
     record_to_json,
     standardizing,
 )
@@ -65,7 +64,7 @@ class LatentWriter:
         self.num_shards = -(-encoding.num_source_images // encoding.shard_size)
 
     def open(self) -> None:
-        """Start the folder, or continue an existing one. A finished folder that lost shards is reopened.
+        """Start the folder, or continue an existing one.
 
         Raises:
             ConfigError: the folder contains latents of other settings or other files, or cannot be written. It is
@@ -73,24 +72,15 @@ class LatentWriter:
         """
         if not (self.folder / INDEX_FILE).exists() and not (self.folder / SETTINGS_FILE).exists():
             self._refuse_other_files()
-            _write(self.folder / SETTINGS_FILE, _to_json(encoding_to_json(self.encoding)))
+            _write(self.folder / SETTINGS_FILE, index_to_json(self.encoding))
         with self._lock():
-            if not (self.folder / INDEX_FILE).exists():
-                self._refuse_other(self._read_settings())
-                return
-            index = read_index(self.folder)
-            self._refuse_other(index)
-            if size_problems(self.folder, index):
-                self._reopen(index)
-            else:
-                self._clear()
+            path = self.folder / SETTINGS_FILE
+            self._refuse_other(read_as(Encoding, path) if path.exists() else read_index(self.folder))
 
     def missing(self) -> list[int]:
         """Numbers of the shards that are not written yet; empty for a finished folder."""
         with self._lock():  # the rank that finishes removes the records
-            if (self.folder / INDEX_FILE).exists():
-                return []
-            return [number for number in range(self.num_shards) if self._record(number) is None]
+            return [number for number, record in enumerate(self._records()) if record is None]
 
     def write(self, number: int, shard: Shard) -> None:
         """Write a shard, then its record; a shard without a record does not count.
@@ -107,7 +97,7 @@ class LatentWriter:
         data = save(shard.tensors) if path.suffix == ".safetensors" else to_tar(shard.tensors)
         record = _describe(path.name, shard, data)
         _write(path, data)
-        _write(self._record_path(number), _to_json(record_to_json(record)))
+        _write(self._record_path(number), record_to_json(record))
 
     def finalise(self) -> LatentIndex | None:
         """Write labels and index if every shard exists. Otherwise other ranks are still working: returns None.
@@ -116,17 +106,18 @@ class LatentWriter:
             ConfigError: no image could be read.
         """
         with self._lock():
-            if (self.folder / INDEX_FILE).exists():
-                self._clear()
-                return read_index(self.folder)
-            records = [self._record(number) for number in range(self.num_shards)]
+            records = self._records()
             if None in records:
                 return None
             index = self._summarise(tuple(cast(list[ShardRecord], records)))
-            if index.class_names:
-                _write(self.folder / LABELS_FILE, self._labels(index))
-            _write(self.folder / INDEX_FILE, _to_json(index_to_json(index)))
-            self._clear()
+            is_written = (self.folder / INDEX_FILE).exists() and read_index(self.folder) == index
+            if not is_written or size_problems(self.folder, index):
+                if index.class_names:
+                    _write(self.folder / LABELS_FILE, self._labels(index))
+                _write(self.folder / INDEX_FILE, index_to_json(index))
+            records_left = [self._record_path(number) for number in range(self.num_shards)]
+            for path in [*records_left, self.folder / SETTINGS_FILE, *self.folder.glob(".*.partial")]:
+                path.unlink(missing_ok=True)
             return index
 
     def _summarise(self, records: tuple[ShardRecord, ...]) -> LatentIndex:
@@ -162,14 +153,17 @@ class LatentWriter:
         np.save(buffer, labels.astype(np.int32))
         return buffer.getvalue()
 
-    def _record(self, number: int) -> ShardRecord | None:
-        """The record of a shard whose file has the recorded size; None if the record is damaged."""
-        try:
-            record = record_from_json(json.loads(self._record_path(number).read_bytes()))
-            size = (self.folder / record.file).stat().st_size
-        except (FileNotFoundError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+    def _records(self) -> list[ShardRecord | None]:
+        """The record of each shard, None without a file of the recorded size. Those of a finished folder are in its
+        index."""
+        indexed = read_index(self.folder).shards if (self.folder / INDEX_FILE).exists() else ()
+        records = itertools.zip_longest(map(read_record, map(self._record_path, range(self.num_shards))), indexed)
+        return [self._if_whole(own or old) for own, old in records]
+
+    def _if_whole(self, record: ShardRecord | None) -> ShardRecord | None:
+        if record is None or not (self.folder / record.file).is_file():
             return None
-        return record if size == record.bytes else None
+        return record if (self.folder / record.file).stat().st_size == record.bytes else None
 
     def _record_path(self, number: int) -> Path:
         return self._shard_path(number).with_suffix(".json")
@@ -177,34 +171,10 @@ class LatentWriter:
     def _shard_path(self, number: int) -> Path:
         return self.folder / shard_file(number, self.encoding.shard_format)
 
-    def _reopen(self, index: LatentIndex) -> None:
-        """Go back to the state before the index: settings and records, from which a run writes missing shards."""
-        _write(self.folder / SETTINGS_FILE, _to_json(encoding_to_json(index)))
-        for number, record in enumerate(index.shards):
-            _write(self._record_path(number), _to_json(record_to_json(record)))
-        (self.folder / INDEX_FILE).unlink()
-
-    def _clear(self) -> None:
-        """Remove files that a finished folder does not need, and temporary files of killed runs."""
-        leftovers = [self._record_path(number) for number in range(self.num_shards)]
-        for path in [*leftovers, self.folder / SETTINGS_FILE, *self.folder.glob(".*.partial")]:
-            path.unlink(missing_ok=True)
-
-    def _read_settings(self) -> Encoding:
-        path = self.folder / SETTINGS_FILE
-        try:
-            values = json.loads(path.read_bytes())
-        except (ValueError, RecursionError):
-            values = None
-        return encoding_from_json(values, where=path)
-
     def _refuse_other(self, stored: Encoding) -> None:
-        there, here = (
-            {**flatten_tree(encoding_to_json(encoding)), "shard_format": encoding.shard_format}
-            for encoding in (stored, self.encoding)
-        )
+        there, here = (flatten_tree(index_to_json(encoding)) for encoding in (stored, self.encoding))
         differing = [
-            f"{key} is {_shown(there[key])} there and {_shown(here[key])} here"
+            f"{key} is {shorten(str(there[key]), most=80)} there and {shorten(str(here[key]), most=80)} here"
             for key in here
             if there[key] != here[key]
         ]
@@ -277,10 +247,10 @@ def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:
     )
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Like `write_file`, with one-line errors for disk failures during a long job."""
+def _write(path: Path, content: bytes | dict[str, Any]) -> None:
+    """Like `write_file`, JSON for a dictionary, with one-line errors for disk failures during a long job."""
     try:
-        write_file(path, data)
+        write_file(path, content if isinstance(content, bytes) else to_json(content, indent=1) + b"\n")
     except OSError as error:
         if error.errno in _DISK_IS_FULL:
             raise ConfigError(
@@ -288,12 +258,3 @@ def _write(path: Path, data: bytes) -> None:
                 "rerun the same command; complete shards are kept"
             ) from None
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _to_json(values: dict[str, Any]) -> bytes:
-    return to_json(values, indent=1) + b"\n"

@@ -59,10 +59,6 @@ def build_dit_spec(
     options |= {option: value for option, value in overrides.items() if value is not None}
     if options["norm_type"] == "fused_rmsnorm":
         options["norm_type"] = "rmsnorm"
-    if options["position"] == "sincos" and config.rope_theta != torchditan.config.options.Model.rope_theta:
-        right = "has no effect with sincos positions; leave it out, or set --model.position rope"
-        raise option_error("model.rope_theta", config.rope_theta, right)
-
     _check_text(config, conditioning=str(options["conditioning"]))
     if config.text is not None:
         num_classes = 0  # a stand-in for captioned images may also have labels
@@ -73,7 +69,6 @@ def build_dit_spec(
         input_channels=channels,
         image_size=(height, width),
         num_classes=num_classes,
-        rope_theta=config.rope_theta,
         timestep_scale=config.timestep_scale,
         timestep_frequencies=config.timestep_frequencies,
         scalars=tuple(scalars.items()),

@@ -194,8 +194,18 @@ class ModelSpec:
     turn_off_adapter: Callable[[nn.Module], None] | None = None
     """Restores the frozen model under its trained adapter, in place; checkpoints contain only the adapter. None: the
     model has no adapter."""
+    restore_published: Callable[[nn.Module, int], None] | None = None
+    """Restores the published weights that training started from, in place; the argument is the seed. None: training
+    started from random numbers."""
+    is_sampled_in_half: bool = False
+    """Whether a trained model is opened in bfloat16, if it was trained in half precision."""
     is_one_graph: bool = True
     """Whether torch.compile can trace the whole model (`compile.scope = "model"`)."""
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether the model is conditioned on captions."""
+        return isinstance(self.conditioning, TextEmbeddings)
 
     def example_inputs(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Condition]:
         """Inputs (x_t, t, cond) of the right shapes, on the current default device."""

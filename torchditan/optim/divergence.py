@@ -20,6 +20,8 @@ from torchditan.distributed.precision import float64_device
 
 _WINDOW = 100
 """Number of steps that the running mean of the loss covers."""
+_SPIKE = 3.0
+"""Multiple of the running mean above which a loss is a spike."""
 _MIN_STEPS = 20
 """Number of steps in the mean before a loss can count as a spike."""
 
@@ -42,14 +44,13 @@ class DivergenceError(RuntimeError):
 
 
 class LossSpikes:
-    """Detects spikes: a loss above `factor` times its running mean, after enough steps.
+    """Detects spikes: a loss above 3 times its running mean, after enough steps.
 
     The mean is the average of the first steps, then an exponential average over about 100 steps. Spikes do not enter
     it. All values stay on the device.
     """
 
-    def __init__(self, factor: float, device: torch.device) -> None:
-        self.factor = factor
+    def __init__(self, device: torch.device) -> None:
         device = float64_device(device)
         self._mean = torch.zeros((), dtype=torch.float64, device=device)
         self._steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -57,7 +58,7 @@ class LossSpikes:
     def judge(self, loss: torch.Tensor) -> torch.Tensor:
         """Whether the loss () of a step, averaged over all ranks, is a spike: bool (). If not, it enters the mean."""
         loss = loss.to(self._mean.device).double()
-        spikes = (self._steps >= _MIN_STEPS) & (loss > self.factor * self._mean)
+        spikes = (self._steps >= _MIN_STEPS) & (loss > _SPIKE * self._mean)
         is_usual = ~spikes & loss.isfinite()
         steps = self._steps + is_usual
         mean = self._mean + (loss - self._mean) / steps.clamp(1, _WINDOW)

@@ -37,7 +37,14 @@ MAX_OWNED = 2**25
 """Elements that a rank orthogonalizes at once, but at least one parameter: 64 MiB in bfloat16."""
 
 
-def muon(config: OptimizerConfig) -> list[ParameterGroup]:
+def muon(
+    config: OptimizerConfig,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    adjust_lr_fn: str = "match_rms_adamw",
+) -> list[ParameterGroup]:
     """Muon for the weight matrices of the blocks and AdamW for the rest: embeddings, adaLN, final layer, norms, biases.
 
     Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon) and Liu et al. 2025 (Moonlight, arXiv 2502.16982).
@@ -46,14 +53,16 @@ def muon(config: OptimizerConfig) -> list[ParameterGroup]:
     rates and weight decay of AdamW. With original (Jordan et al.) rates of Muon are around 0.02, and `adamw_lr` sets
     that of AdamW. Both follow the schedule.
     """
+    if adjust_lr_fn not in ("original", "match_rms_adamw"):
+        raise ValueError("adjust_lr_fn must be original or match_rms_adamw")
     options = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
-        "momentum": config.momentum,
-        "nesterov": config.nesterov,
-        "ns_steps": config.ns_steps,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "ns_steps": ns_steps,
         "ns_dtype": getattr(torch, config.ns_dtype),
-        "adjust_lr_fn": config.adjust_lr_fn,
+        "adjust_lr_fn": adjust_lr_fn,
     }
     matrices = [
         ParameterGroup(
@@ -61,7 +70,7 @@ def muon(config: OptimizerConfig) -> list[ParameterGroup]:
             {**options, "num_matrices": num_matrices},
             takes=functools.partial(_takes, num_matrices),
             state_bytes=lambda shape: 4 * math.prod(shape),
-            update_flops=functools.partial(newton_schulz_flops, num_matrices=num_matrices, steps=config.ns_steps),
+            update_flops=functools.partial(newton_schulz_flops, num_matrices=num_matrices, steps=ns_steps),
         )
         for num_matrices in (3, 2, 1)
     ]

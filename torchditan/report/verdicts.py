@@ -49,7 +49,7 @@ _LEARN_SIGMA, _PRESET = "model.learn_sigma", "model.preset"
 _CHANGE_THE_LOSS = ("diffusion.", "dataset.", "autoencoder.", _LEARN_SIGMA, _PRESET)
 """Sections and options that change what a loss measures, so that its values are not comparable. A learned variance adds
 a term to the loss of ddpm; the preset chooses it if the grid does not."""
-_NOT_IN_VALIDATION = ("diffusion.loss_weighting", "diffusion.min_snr_gamma", "diffusion.ingredients")
+_NOT_IN_VALIDATION = ("diffusion.loss_weighting", "diffusion.ingredients")
 """Options of these sections that change only the training loss."""
 _MOST_ROWS = 100  # in a terminal
 VERDICT_COLUMNS = [

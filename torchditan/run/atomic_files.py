@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -39,23 +39,24 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def new_folder(folder: Path, *, replace: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
     """A temporary folder that becomes `folder` at the end. An error leaves nothing behind.
 
     Args:
-        folder: the folder to create.
-        replace: delete an existing one just before.
+        folder: the folder to create; it may exist if it is empty.
+        replace: whether an existing one is deleted just before.
 
     Raises:
-        ConfigError: it exists, without `replace`, or cannot be written.
+        ConfigError: it exists and is not replaced, or cannot be written.
     """
-    if folder.exists() and not replace:
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free and not replace(folder):
         raise ConfigError(f"{folder} exists; choose another name")
     partial = temporary_path(folder)
     try:
         partial.mkdir(parents=True)
         yield partial
-        if replace and folder.exists():
+        if not is_free:
             shutil.rmtree(folder)
         os.replace(partial, folder)
         sync_folder(folder.parent)

@@ -173,17 +173,11 @@ class RunDirectory:
                 (self.path / ".lock").unlink()
         self.close()
 
-    def write_status(self, state: str, reason: str | None = None, *, step: int | None = None) -> None:
-        """Write status.json: the state of the run and its reason, on the writer.
-
-        Does nothing unless `open` succeeded: a refused folder contains the status of another run.
-        """
-        if self._lock is not None:
-            self.write_failure(state, reason, step=step, rank=0)
-
-    def write_failure(self, state: str, reason: str | None, *, step: int | None, rank: int) -> None:
-        """Like `write_status`, for a failing rank that may not be the writer. The exit of this rank ends the others
-        before they can write."""
+    def write_status(self, state: str, reason: str | None = None, *, step: int | None = None, rank: int = 0) -> None:
+        """Write status.json, unless the folder was discarded. Any rank that fails may write it, because its exit ends
+        the others before they can."""
+        if not self.path.exists():
+            return
         assert state in STATES, state
         data = to_json({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank}, indent=2)
         try:

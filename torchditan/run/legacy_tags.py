@@ -11,8 +11,8 @@ def legacy_scalars(
     record: Mapping[str, Any],
     *,
     max_loss: float | None,
-    flops_per_image: float | None,
-    tokens_per_image: int | None,
+    flops_per_image: float,
+    tokens_per_image: int,
     world_size: int,
     memory: Mapping[str, float],
 ) -> dict[str, float]:
@@ -27,9 +27,8 @@ def legacy_scalars(
         memory: `PeakMemory.allocator`.
     """
     step_time, images = record["step_time_s"], record["images_per_second"]
-    per_device = None if images is None or tokens_per_image is None else images * tokens_per_image / world_size
+    per_device = None if images is None else images * tokens_per_image / world_size
     waiting = record["data_loading_percent"]
-    flops = None if flops_per_image is None or tokens_per_image is None else flops_per_image / tokens_per_image
     values = {
         "loss_metrics/global_avg_loss": record["loss"],
         "loss_metrics/global_max_loss": max_loss,
@@ -37,7 +36,7 @@ def legacy_scalars(
         "im/s": images,
         "mfu(%)": record["mfu"],
         "it/s": None if step_time is None else 1 / step_time,
-        "num_flop_per_token": flops,
+        "num_flop_per_token": flops_per_image / tokens_per_image,
         "time_metrics/end_to_end(s)": step_time,
         "time_metrics/data_loading(s)": None if step_time is None or waiting is None else step_time * waiting / 100,
         "time_metrics/data_loading(%)": waiting,

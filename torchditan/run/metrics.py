@@ -31,6 +31,7 @@ from torchditan.config.options import Metrics
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_metrics
 from torchditan.run.trackers import TensorBoard, WandB
+from torchditan.run.training_progress import Progress
 
 ALWAYS_KEYS = (
     "step",
@@ -56,10 +57,8 @@ ALL_KEYS = (
 )
 """With the keys that are written only if they apply (docs/run_directory.md)."""
 _GIB = 1024**3
-_NO_MEMORY = {"allocated": 0, "reserved": 0, "active": 0}
 _END_AFTER = 9
 """Steps after the first one, by which the end of the run is estimated once."""
-_ONE_DAY = timedelta(days=1)
 CONSOLE_COLUMNS = 100
 """Maximum line length if the output is not a terminal; otherwise the width of the terminal applies."""
 _LEAST_IMPORTANT_FIRST = (
@@ -91,7 +90,7 @@ class PeakMemory:
         self.device = device
         self.allocator: dict[str, float] = {}
         """The last `read` in the course project's terms: active memory, and allocator events since process start."""
-        self._peaks = dict(_NO_MEMORY)
+        self._peaks: dict[str, int] = {}
         if device.type == "cuda":
             self._capacity = torch.cuda.get_device_properties(device).total_memory
         elif device.type == "mps":
@@ -103,37 +102,32 @@ class PeakMemory:
         self.collect()
         gib = {name: peak / _GIB for name, peak in self._peaks.items()}
         percent = {name: 100 * peak / self._capacity for name, peak in self._peaks.items()}
-        self._peaks = dict(_NO_MEMORY)
-        is_cuda = self.device.type == "cuda"
+        self._peaks = {}
         self.allocator = {}
-        for name in ("active", "reserved") if is_cuda else ("active",):
+        for name in gib.keys() & {"active", "reserved"}:
             self.allocator |= {f"max_{name}(GiB)": gib[name], f"max_{name}(%)": percent[name]}
-        if is_cuda:
+        if self.device.type == "cuda":
             stats = torch.cuda.memory_stats(self.device)
             self.allocator |= {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
         self.restart()
         return {
             "peak_memory_gib": gib["allocated"],
-            "peak_reserved_gib": gib["reserved"] if is_cuda else None,
+            "peak_reserved_gib": gib.get("reserved"),
             "peak_memory_percent": percent["allocated"],
         }
 
     def collect(self) -> None:
         if self.device.type == "cuda":
-            allocated, reserved = (
-                torch.cuda.max_memory_allocated(self.device),
-                torch.cuda.max_memory_reserved(self.device),
-            )
-            active = torch.cuda.memory_stats(self.device).get("active_bytes.all.peak", 0)
+            stats = torch.cuda.memory_stats(self.device)
+            names = ("allocated", "reserved", "active")
+            found = {name: stats.get(f"{name}_bytes.all.peak", 0) for name in names}  # {} before the first allocation
         elif self.device.type == "mps":
-            allocated = active = torch.mps.driver_allocated_memory()
-            reserved = 0
+            found = dict.fromkeys(("allocated", "active"), torch.mps.driver_allocated_memory())
         else:
             unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-            allocated = active = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            reserved = 0
-        found = {"allocated": allocated, "reserved": reserved, "active": active}
-        self._peaks = {name: max(peak, found[name]) for name, peak in self._peaks.items()}
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            found = dict.fromkeys(("allocated", "active"), resident)
+        self._peaks = {name: max(peak, self._peaks.get(name, 0)) for name, peak in found.items()}
 
     def restart(self) -> None:
         if self.device.type == "cuda":
@@ -162,12 +156,12 @@ class StepTimer:
     def excluded(self, name: str) -> Iterator[None]:
         """Exclude time and GPU memory of the body from training; its seconds are logged as `<name>_s`."""
         assert self._excluding is None, f"{name} inside {self._excluding}"
-        self._synchronize()
+        torch.get_device_module(self.device).synchronize()  # on a CPU it returns at once
         self.memory.collect()
         self._excluding, start = name, self._clock()
         try:
             yield
-            self._synchronize()
+            torch.get_device_module(self.device).synchronize()
         finally:
             self._excluding = None
             self._excluded[name] = self._excluded.get(name, 0.0) + self._clock() - start
@@ -197,12 +191,6 @@ class StepTimer:
             yield
             self._encoding += self._clock() - start
 
-    def _encoding_seconds(self) -> float:
-        for begin, end in self._encoding_events:
-            end.synchronize()  # returns at once at a log step: the loss was read after it
-            self._encoding += begin.elapsed_time(end) / 1000
-        return self._encoding
-
     def read(self, *, steps: int, images: int) -> dict[str, float | None]:
         """Means over the window of `steps` and `images`, which ends here; None if no step was done."""
         elapsed = self._clock() - self._window_start
@@ -213,9 +201,11 @@ class StepTimer:
             "images_per_second": images / seconds if counts else None,
             "data_loading_percent": 100 * self._data_loading / seconds if counts else None,
         }
-        encoding = self._encoding_seconds()
-        if counts and encoding:
-            means["encoding_percent"] = 100 * encoding / seconds
+        for begin, end in self._encoding_events:
+            end.synchronize()  # returns at once at a log step: the loss was read after it
+            self._encoding += begin.elapsed_time(end) / 1000
+        if counts and self._encoding:
+            means["encoding_percent"] = 100 * self._encoding / seconds
         means.update({f"{name}_s": spent for name, spent in self._excluded.items()})
         self.restart()
         return means
@@ -225,9 +215,6 @@ class StepTimer:
         seconds = self._excluded.pop(name)
         self._window_start += seconds
         return seconds
-
-    def _synchronize(self) -> None:
-        torch.get_device_module(self.device).synchronize()  # on a CPU it returns at once
 
 
 class Console:
@@ -279,43 +266,40 @@ class Console:
 
 
 class MetricsLogger:
-    """Counts and reports the steps of a run. On ranks that do not write it only counts.
+    """Reports the steps of a run. On ranks that do not write it only measures.
 
-    `flops_per_image` are the model FLOPs of forward and backward. `peak_flops` is the device's dense bf16 peak in
-    FLOP/s, or None if unknown. `tokens_per_image` is the number of patches of one image. A resumed run continues from
-    `start_step`, `images_seen` and `elapsed_s`.
+    `progress` is the trainer's, which changes in place. `flops_per_image` are the model FLOPs of forward and backward.
+    `peak_flops` is the device's dense bf16 peak in FLOP/s, or None if unknown. `tokens_per_image` is the number of
+    patches of one image.
     """
 
     def __init__(
         self,
         config: Metrics,
         run_directory: RunDirectory,
+        progress: Progress,
         *,
         world_size: int,
         device: torch.device,
         flops_per_image: float,
         peak_flops: float | None,
         total_steps: int,
-        tokens_per_image: int | None = None,
-        start_step: int = 0,
-        images_seen: int = 0,
-        elapsed_s: float = 0.0,
+        tokens_per_image: int,
         clock: Callable[[], float] = time.perf_counter,
         stream: TextIO | None = None,
     ) -> None:
-        self.images_seen = images_seen
         self.timer = StepTimer(device, clock)
         self._config = config
         self._run_directory = run_directory
+        self._progress = progress
         self._world_size = world_size
         self._flops_per_image = flops_per_image
         self._tokens_per_image = tokens_per_image
         self._peak_flops = peak_flops
         self._total_steps = total_steps
         self._clock = clock
-        self._start = clock() - elapsed_s
-        self._step = self._logged_step = start_step
-        self._logged_images = images_seen
+        self._start = clock() - progress.elapsed_s
+        self._logged_step, self._logged_images = progress.step, progress.images_seen
         self._first_step: tuple[int, float] | None = None  # start of the ETA measurement: (step, its end)
         self._console: Console | None = None
         self._figures = ""  # of the last record, for the bar: reading the loss at every step would wait for the device
@@ -324,7 +308,7 @@ class MetricsLogger:
             return
         self._console = Console(stream or sys.stdout, color=config.enable_color_printing, clock=clock)
         if config.enable_tensorboard:
-            self._trackers.append(TensorBoard(run_directory.path / config.save_tb_folder, start_step))
+            self._trackers.append(TensorBoard(run_directory.path / config.save_tb_folder, progress.step))
         if config.enable_wandb:
             self._trackers.append(WandB(config, run_directory))
 
@@ -333,24 +317,22 @@ class MetricsLogger:
         """Wall-clock seconds of the run so far, including those before a resume."""
         return self._clock() - self._start
 
-    def count_images(self, num_images: int) -> None:
-        """Call once after each optimizer step with the images in its global batch."""
-        self.images_seen += num_images
-        self._step += 1
+    def show_step(self) -> None:
+        """Show the progress. Call it after each optimizer step."""
+        step = self._progress.step
         if self._first_step is None:  # the first step compiles and warms up: a poor predictor
-            self._first_step = (self._step, self._clock())
+            self._first_step = (step, self._clock())
         if self._console is not None:
-            if self._step - self._first_step[0] == _END_AFTER and self._step < self._total_steps:
+            if step - self._first_step[0] == _END_AFTER and step < self._total_steps:
                 left = self._time_left()
                 assert left is not None
                 end = datetime.now() + left
-                date = f"{end:%a %d %b, %H:%M}" if left > _ONE_DAY else f"{end:%H:%M}"
+                date = f"{end:%a %d %b, %H:%M}" if left > timedelta(days=1) else f"{end:%H:%M}"
                 self.message(f"about {left} left: the run will end at about {date}")
-            self._console.progress(self._step, self._total_steps, self._eta(), figures=self._figures)
+            self._console.progress(step, self._total_steps, self._eta(), figures=self._figures)
 
     def log(
         self,
-        step: int,
         *,
         loss: float,
         grad_norm: float,
@@ -364,15 +346,14 @@ class MetricsLogger:
 
         Returns the record, with the same keys on every rank.
         """
-        assert step == self._step, f"step {step} logged, {self._step} counted"
-        images = self.images_seen - self._logged_images
-        window = self.timer.read(steps=step - self._logged_step, images=images)
-        self._logged_step, self._logged_images = step, self.images_seen
+        step, images_seen = self._progress.step, self._progress.images_seen
+        window = self.timer.read(steps=step - self._logged_step, images=images_seen - self._logged_images)
+        self._logged_step, self._logged_images = step, images_seen
         speed = window["images_per_second"]
         flops = None if speed is None else speed * self._flops_per_image / self._world_size
         known: dict[str, Any] = {
             "step": step,
-            "images_seen": self.images_seen,
+            "images_seen": images_seen,
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
@@ -382,9 +363,7 @@ class MetricsLogger:
             **self.timer.memory.read(),
             **window,
         }
-        record = {key: known.pop(key) for key in ALWAYS_KEYS} | known
-        assert record.keys().isdisjoint(extra or {}), extra
-        record.update(extra or {})
+        record = {key: known.pop(key) for key in ALWAYS_KEYS} | known | (extra or {})
         self._figures = f"loss {loss:.4f}  " + ("" if speed is None else f"{speed:,.4g} images/s  ")
         self._run_directory.append_metrics(record)
         self._show(record)
@@ -417,12 +396,12 @@ class MetricsLogger:
             self._show({"step": step, **figures})
         self._track(lambda tracker: tracker.log(figures, step, legacy={}))
 
-    def roll_back(self, step: int, images_seen: int) -> None:
-        """Drop the steps after `step` from every log, because they will run again."""
+    def roll_back(self) -> None:
+        """After a rollback, drop the later steps from every log, because they will run again."""
+        step = self._progress.step
         self._run_directory.truncate_metrics(step)
         self._track(lambda tracker: tracker.roll_back(step))
-        self._step = self._logged_step = step
-        self.images_seen = self._logged_images = images_seen
+        self._logged_step, self._logged_images = step, self._progress.images_seen
         self._first_step = None
         self.timer.restart()
 
@@ -465,10 +444,11 @@ class MetricsLogger:
 
     def _time_left(self) -> timedelta | None:
         """Until the end of the run, by the steps after the first; None before the second."""
-        if self._first_step is None or self._step == self._first_step[0]:
+        step = self._progress.step
+        if self._first_step is None or step == self._first_step[0]:
             return None
         first, ended = self._first_step
-        seconds = (self._clock() - ended) / (self._step - first) * (self._total_steps - self._step)
+        seconds = (self._clock() - ended) / (step - first) * (self._total_steps - step)
         return timedelta(seconds=round(seconds))
 
     def _eta(self) -> str:
@@ -500,4 +480,4 @@ def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: 
         if len("  ".join(text for text, _ in shown.values())) <= columns:
             break
         shown.pop(key, None)
-    return "  ".join(f"\x1b[{code}m{text}\x1b[0m" if color and code else text for text, code in shown.values())
+    return "  ".join(f"\x1b[{code}m{text}\x1b[0m" if color else text for text, code in shown.values())

@@ -69,7 +69,7 @@ class WandB:
         self._wandb: Any = import_module("wandb")
         stored = read_config(run_directory.path)
         run = self._wandb.init(
-            project=config.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "torchditan"),
             name=run_directory.path.name,
             id=stored["run_id"],  # a resumed run continues its curves
             resume="allow",

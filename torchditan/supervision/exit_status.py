@@ -8,6 +8,7 @@ torchrun always exits with 1 if a rank fails, so scripts/launch.sh determines th
     python -m torchditan.supervision.exit_status FOLDER --num_ranks 8
 
 It reads what the ranks wrote into the folder, prints one line on how they ended, and exits with the matching code.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,21 +18,30 @@ import errno
 import gc
 import io
 import os
+import re
 import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torchditan.config.errors import ConfigError, shorten
 from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
 from torchditan.distributed.torch_versions import check_torch
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
-from torchditan.supervision.lost_rank import LOST_RANK, exit_at_once, is_peer_failure
 from torchditan.supervision.parent_death import die_with_launcher
 
+LOST_RANK = "lost rank"
+"""Start of the reason that a rank reports when another one was killed or is stuck (watchdog.py)."""
+STOPPED_BY = "stopped by rank"
+"""Start of its reason when another one failed by itself."""
+# Errors that a rank sees when others are gone. Only the others know the cause.
+_OTHERS_WENT = re.compile(
+    rf"^{LOST_RANK} |^{STOPPED_BY} |"
+    r"Connection (closed|reset|refused)|Broken pipe|NCCL|remote process|recvValue|heartbeat|Timed out waiting"
+)
 # Messages of a bare RuntimeError: from the CPU allocator, the CUDA driver, cuBLAS's workspace.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -75,9 +85,7 @@ def verdict_of(error: BaseException) -> Verdict:
         return Verdict("interrupted", 75, "interrupted from the keyboard")
     if is_out_of_memory(error):
         return Verdict("oom", 3, reason)
-    if isinstance(error, NotSaved):
-        return Verdict("error", 1, reason)
-    return Verdict("error", 1, f"{type(error).__name__}: {reason}")
+    return Verdict("error", 1, reason if isinstance(error, NotSaved) else f"{type(error).__name__}: {reason}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -89,38 +97,28 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
+def is_peer_failure(reason: str) -> bool:
+    """Whether an error only reports that other ranks are gone or do not answer."""
+    return _OTHERS_WENT.search(reason) is not None
+
+
 def run_job(main: Callable[[], None]) -> int:
     """Run a job and return the exit code of the process; a mistake of the user prints one line.
 
     If the launcher asks for it, this rank always reports how it started and ended. A rank that fails while its
     process group is open exits here, without exit handlers.
     """
-    try:
-        return _run_job(main)
-    finally:
-        if _has_process_group():  # after an error in one process; torch would warn on CUDA
-            with suppress(RuntimeError):  # of NCCL, once more, if the device has failed
-                sys.modules["torch.distributed"].destroy_process_group()
-        # Process groups that a cycle keeps alive would end while the interpreter shuts down. A thread of theirs that
-        # then asks for the GIL aborts the process (https://github.com/pytorch/pytorch/issues/38228).
-        gc.collect()
-
-
-def _escape_unprintable() -> None:
-    """In a locale without UTF-8, write other characters of names and captions as escapes, as stderr already does."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _run_job(main: Callable[[], None]) -> int:
     die_with_launcher()
     limit_spinning()
-    _escape_unprintable()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a locale without UTF-8, escape characters as stderr already does
+        sys.stdout.reconfigure(errors="backslashreplace")
     write_rank_status("running")
     try:
         check_user_threads()
         check_torch()
         main()
+        write_rank_status("completed", exit_code=0)
+        return 0
     except SystemExit as stop:
         state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"
         write_rank_status(state, str(stop.code or "") or None)
@@ -132,28 +130,49 @@ def _run_job(main: Callable[[], None]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
         write_rank_status(verdict.status, verdict.reason, exit_code=verdict.exit_code)
-        if verdict.exit_code == 2:
-            _report_mistake(verdict.reason, is_of_this_rank=getattr(error, "is_of_this_rank", False))
-        elif verdict.exit_code == 75:
-            is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-            if int(os.environ.get("RANK", 0)) == 0:
-                # torchrun raises when it receives the signal. scripts/launch.sh prevents that, and sets the variable.
-                is_alone = is_under_torchrun and RANKS_VARIABLE not in os.environ
-                print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
-            if isinstance(error, Interrupted) and is_under_torchrun:
-                return 0  # torchrun restarts failed ranks; scripts/launch.sh exits with 75
-        elif isinstance(error, OutOfMemory):
-            print(f"error: {verdict.reason}", file=sys.stderr)
-        elif isinstance(error, NotSaved):
-            if int(os.environ.get("RANK", 0)) == 0:  # every rank has it
-                print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
+        _print(error, verdict)
+        if isinstance(error, Interrupted) and "TORCHELASTIC_RUN_ID" in os.environ:
+            return 0  # torchrun restarts failed ranks; scripts/launch.sh exits with 75
         if _may_wait_for_others():
             exit_at_once(verdict.exit_code)
         return verdict.exit_code
-    write_rank_status("completed", exit_code=0)
-    return 0
+    finally:
+        if _has_process_group():  # after an error in one process; torch would warn on CUDA
+            with suppress(RuntimeError):  # of NCCL, once more, if the device has failed
+                sys.modules["torch.distributed"].destroy_process_group()
+        # Process groups that a cycle keeps alive would end while the interpreter shuts down. A thread of theirs that
+        # then asks for the GIL aborts the process (https://github.com/pytorch/pytorch/issues/38228).
+        gc.collect()
+
+
+def _print(error: BaseException, verdict: Verdict) -> None:
+    """Print what this rank says about its end. What every rank knows, only rank 0 says."""
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    if verdict.exit_code == 2:
+        if not is_first:
+            # Most mistakes are found by every rank, and torchrun ends all ranks when the first one exits. A rank that
+            # is still alive after 5 s found one that rank 0 did not find, such as a corrupt image, unless the ranks
+            # were not connected: then rank 0, perhaps on another machine, reports it.
+            time.sleep(5)
+        if is_first or getattr(error, "is_of_this_rank", False) or _has_process_group():
+            print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
+    elif verdict.exit_code == 75:
+        # torchrun raises when it receives the signal. scripts/launch.sh prevents that, and sets the variable.
+        is_alone = "TORCHELASTIC_RUN_ID" in os.environ and RANKS_VARIABLE not in os.environ
+        if is_first:
+            print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
+    elif isinstance(error, OutOfMemory) or (isinstance(error, NotSaved) and is_first):
+        print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
+    elif not isinstance(error, NotSaved):
+        traceback.print_exc()
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Exit without exit handlers, which on NCCL may wait for a pending collective until its timeout."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or a pipe that nobody reads
+            stream.flush()
+    os._exit(code)
 
 
 @contextmanager
@@ -192,61 +211,46 @@ def judge_ranks(
         was_signalled: whether the launcher forwarded a signal.
         killed: what the launcher knows of a rank that was killed before it could write.
     """
-    failed = sorted((rank for rank in ranks if rank["state"] in ("oom", "error")), key=lambda rank: rank["time"])
-    out_of_memory = [rank for rank in failed if rank["state"] == "oom"]
-    if out_of_memory:
-        return Verdict("oom", 3, _said(out_of_memory[0]))
-    own = [rank for rank in failed if not is_peer_failure(str(rank["reason"]))]
-    if own and own[0].get("exit_code") == 2:  # a mistake of the user, not of one rank
-        return Verdict("error", 2, str(own[0]["reason"]))
-    if own:
-        return Verdict("error", 1, _said(own[0]))
-    states = [rank["state"] for rank in ranks]
-    if states.count("completed") == num_ranks:
+
+    def importance(rank: Mapping[str, Any]) -> tuple[bool, bool, bool, float]:
+        reason = str(rank["reason"])
+        is_others = rank["state"] != "oom" and is_peer_failure(reason)
+        return rank["state"] != "oom", is_others, not reason.startswith(LOST_RANK), rank["time"]
+
+    failed = sorted((rank for rank in ranks if rank["state"] in ("oom", "error")), key=importance)
+    if failed and not importance(failed[0])[1]:
+        status, reason = failed[0]["state"], failed[0]["reason"]
+        if failed[0].get("exit_code") == 2:  # a mistake of the user, not of one rank
+            return Verdict(status, 2, str(reason))
+        return Verdict(status, 3 if status == "oom" else 1, f"rank {failed[0]['rank']}: {reason}")
+    num_completed = sum(rank["state"] == "completed" for rank in ranks)
+    if num_completed == num_ranks:
         return Verdict("completed", 0, f"{num_ranks} rank(s)")
-    interrupted = [rank for rank in ranks if rank["state"] == "interrupted"]
-    if interrupted and not failed:
-        return Verdict("interrupted", 75, _said(interrupted[0]))
+    interrupted = next((rank for rank in ranks if rank["state"] == "interrupted"), None)
+    if interrupted is not None and not failed:
+        return Verdict("interrupted", 75, f"rank {interrupted['rank']}: {interrupted['reason']}")
     if was_signalled:
         reason = "ended by the signal before its ranks could save; the same command continues from the last checkpoint"
         return Verdict("interrupted", 75, reason)
-    explained = sorted(failed, key=lambda rank: not str(rank["reason"]).startswith(LOST_RANK))
-    unfinished = num_ranks - states.count("completed")
-    silent = f"{unfinished} of {num_ranks} rank(s) exited without an error message, as if killed by the system"
-    return Verdict("error", 1, killed or (_said(explained[0]) if explained else silent))
-
-
-def _said(rank: Mapping[str, Any]) -> str:
-    return f"rank {rank['rank']}: {rank['reason']}"
+    if failed and killed is None:
+        return Verdict("error", 1, f"rank {failed[0]['rank']}: {failed[0]['reason']}")
+    silent = f"{num_ranks - num_completed} of {num_ranks} rank(s) exited without an error message"
+    return Verdict("error", 1, killed or f"{silent}, as if killed by the system")
 
 
 def main() -> int:
     """Determine how a finished job ended. Returns its exit code."""
-    from torchditan.config.command_line import count
-
     parser = argparse.ArgumentParser(
         prog="python -m torchditan.supervision.exit_status", description="How the ranks of a job ended."
     )
     parser.add_argument("folder", help=f"folder that the ranks wrote to (their environment variable {RANKS_VARIABLE})")
-    parser.add_argument("--num_ranks", type=count, required=True, help="number of ranks that were started")
+    parser.add_argument("--num_ranks", type=int, required=True, help="number of ranks that were started")
     parser.add_argument("--signalled", action="store_true", help="the ranks received a stop signal")
     given = parser.parse_args()
-    ranks = read_rank_statuses(given.folder)
-    verdict = judge_ranks(ranks, num_ranks=given.num_ranks, was_signalled=given.signalled)
+    verdict = judge_ranks(read_rank_statuses(given.folder), num_ranks=given.num_ranks, was_signalled=given.signalled)
     code = "" if verdict.exit_code == 2 else f" (exit code {verdict.exit_code})"  # a mistake is the rank's own line
     print(f"{verdict.status}: {verdict.reason}{code}", file=sys.stderr)
     return verdict.exit_code
-
-
-def _report_mistake(reason: str, *, is_of_this_rank: bool) -> None:
-    if int(os.environ.get("RANK", 0)) != 0:
-        # Most mistakes are found by every rank, and torchrun ends all ranks when the first one exits. The others wait,
-        # so that rank 0 can report the mistake once. A rank that is still alive then found one that rank 0 did not
-        # find, such as a corrupt image.
-        time.sleep(5)
-        if not is_of_this_rank and not _has_process_group():
-            return  # found before the ranks connected: rank 0, perhaps on another machine, reports it
-    print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

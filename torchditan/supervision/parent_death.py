@@ -10,12 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import sys
-import time
 
 _PR_SET_PDEATHSIG = 1
-_PROBE_S = 10.0
 
 
 def die_with_launcher() -> None:
@@ -27,37 +24,10 @@ def die_with_launcher() -> None:
 def outlive_launcher() -> None:
     """Undo `die_with_launcher`. Call it in the same thread."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _set_signal(0)
+        die_with_parent(0)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
-    _set_signal(signal.SIGKILL)
-
-
-def check_launcher() -> None:
-    """Check that torchrun did not end before this rank called `die_with_launcher`.
-
-    torchrun's store exists before any rank. A rank that cannot reach it has no launcher to wait for.
-
-    Raises:
-        RuntimeError: the store does not answer.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    deadline = time.monotonic() + _PROBE_S
-    while True:
-        try:
-            socket.create_connection(address, timeout=_PROBE_S).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                place = f"{address[0]}:{address[1]}"
-                raise RuntimeError(f"torchrun is gone: its store at {place} does not answer ({error})") from None
-            time.sleep(0.5)
-
-
-def _set_signal(number: int) -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this signal to this process when its parent ends (Linux only); 0 for none."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -20,9 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -48,48 +48,49 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first signal that arrived."""
-        self.record: Callable[[str], None] | None = None
+        self.record: Callable[[str], None] = lambda reason: None
         """Called with the reason before a signal ends this rank without an agreement."""
         self._received_at = 0.0
         self._wait: tuple[float, Callable[[], str]] | None = None  # since when this rank waits for data, and for which
-        self._reported_wait: object = None
-        self._restore: dict[int, Any] = {}
+        self._restoring = ExitStack()
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            read, write = os.pipe()
-            os.set_blocking(write, False)
-            self._pipe = (read, write)
-            self._previous_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-            self._restore = {number: signal.signal(number, _outlive_launcher) for number in SIGNALS}
+            reading, writing = os.pipe()
+            os.set_blocking(writing, False)
+            self._restoring.callback(os.close, writing)  # ends the loop of the watching thread
+            self._restoring.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing, warn_on_full_buffer=False))
+            for number in SIGNALS:
+                self._restoring.callback(self._restore, number, signal.signal(number, _outlive_launcher))
             os.register_at_fork(after_in_child=_forget_wakeup)
-            threading.Thread(target=self._watch, args=(read,), name="signals", daemon=True).start()
+            threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._restore:
-            # Copies of the request may arrive while this rank exits. If one killed it, torchrun would restart the rank.
-            is_ending = self.signal is not None and "TORCHELASTIC_RUN_ID" in os.environ
-            for number, handler in self._restore.items():
-                signal.signal(number, signal.SIG_IGN if is_ending else handler)
-            signal.set_wakeup_fd(self._previous_wakeup)
-            os.close(self._pipe[1])  # ends the loop of the watching thread
-            self._restore = {}
+    def __exit__(self, *error: object) -> None:
+        self._restoring.close()
+
+    def _restore(self, number: signal.Signals, handler: Any) -> None:
+        # Copies of the request may arrive while this rank exits. If one killed it, torchrun would restart the rank.
+        is_ending = self.signal is not None and "TORCHELASTIC_RUN_ID" in os.environ
+        signal.signal(number, signal.SIG_IGN if is_ending else handler)
 
     def _watch(self, pipe: int) -> None:
         """Runs in a separate thread; reads one byte for each signal that Python handles."""
-        poller = select.poll()
-        poller.register(pipe, select.POLLIN)
+        reported = None
         while True:
-            if poller.poll(1000 * _BEAT_S):
+            if select.select([pipe], [], [], _BEAT_S)[0]:
                 numbers = os.read(pipe, 1)
                 if not numbers:
                     break
                 if numbers[0] in SIGNALS:
                     self._receive(signal.Signals(numbers[0]))
-            self._check_wait()
+            if (wait := self._wait) is not None:
+                (since, describe), now = wait, time.monotonic()
+                if now - since > _LONG_WAIT_S and wait is not reported:
+                    reported = wait
+                    print(f"no data for {now - since:.0f} s: {describe()}", file=sys.stderr, flush=True)
+                if self.signal is not None and now - max(since, self._received_at) > _PATIENCE_S:
+                    self._end(f"stopped by {self.signal.name}, without data for {now - since:.0f} s: {describe()}")
         os.close(pipe)
 
     @contextmanager
@@ -101,16 +102,6 @@ class StopRequest:
         finally:
             self._wait = None
 
-    def _check_wait(self) -> None:
-        if (wait := self._wait) is None:
-            return
-        (since, describe), now = wait, time.monotonic()
-        if now - since > _LONG_WAIT_S and wait is not self._reported_wait:
-            self._reported_wait = wait
-            print(f"no data for {now - since:.0f} s: {describe()}", file=sys.stderr, flush=True)
-        if self.signal is not None and now - max(since, self._received_at) > _PATIENCE_S:
-            self._end(f"stopped by {self.signal.name}, without data for {now - since:.0f} s: {describe()}")
-
     def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self.signal is None:
@@ -120,10 +111,9 @@ class StopRequest:
 
     def _end(self, reason: str) -> None:
         print(reason, file=sys.stderr, flush=True)
-        if self.record is not None:  # in a thread, because its disk may hang
-            recording = threading.Thread(target=self.record, args=(reason,), daemon=True)
-            recording.start()
-            recording.join(timeout=2)
+        recording = threading.Thread(target=self.record, args=(reason,), daemon=True)  # its disk may hang
+        recording.start()
+        recording.join(timeout=2)
         os._exit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 75)  # torchrun restarts failed ranks
 
 

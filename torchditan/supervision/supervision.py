@@ -21,7 +21,7 @@ from torchditan.run.progress import Advance, report_progress
 from torchditan.run.rank_status import write_rank_status
 from torchditan.run.reading import read_status
 from torchditan.run.training_progress import Progress
-from torchditan.supervision.exit_status import verdict_of
+from torchditan.supervision.exit_status import LOST_RANK, verdict_of
 
 if TYPE_CHECKING:
     from torchditan.supervision.watchdog import RankWatch
@@ -102,7 +102,8 @@ class Supervision:
 
     def record_end(self, status: str, reason: str | None = None, *, exit_code: int = 0, **memory: Any) -> None:
         """Write the verdict that all ranks share, and close the process group."""
-        self.run_directory.write_status(status, reason, step=self.progress.step)
+        if self.rank.rank == 0:
+            self._write_status(status, reason)
         dist.barrier()
         write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code, **memory)
         dist.destroy_process_group()
@@ -110,49 +111,40 @@ class Supervision:
             self.watch.close()  # no rank waits for this one while it deletes
 
     def record_failure(self, error: BaseException) -> None:
-        """Write the verdict. Any rank may do this, since its exit ends the others; the first verdict is kept.
+        """Write the verdict of an exception. Any rank may write it, since its exit ends the others.
 
-        Every rank finds a mistake before the first step, so only rank 0 handles it.
+        Raises:
+            SystemExit: another rank caused it, with the cause.
         """
-        verdict = verdict_of(error)
-        status = verdict.status
+        status, exit_code, reason = verdict_of(error)
         if status == "interrupted" and self.rank.world_size > 1:
             status = "error"  # the ranks did not agree to stop
-        is_own = dist.is_initialized() and (self.start_step is not None or verdict.exit_code != 2)
-        if is_own:
-            self.exit_if_another_rank_failed()
-        lost = None if self.watch is None else self.watch.explain_lost_rank(error)
-        if lost is not None:
-            self.record_lost(lost)
-            raise SystemExit(f"rank {self.rank.rank}: {lost}") from None
-        step = self.progress.step
-        write_rank_status(status, verdict.reason, step=step, exit_code=verdict.exit_code)
-        if verdict.exit_code == 2 and self.start_step in (None, step) and self.rank.rank == 0:
+        is_everyones = exit_code == 2 and self.start_step is None  # every rank finds a mistake before the first step
+        if self.watch is not None and not is_everyones:
+            cause = self.watch.explain(error, reason)
+            if cause is not None:
+                self.record_lost(cause)
+                raise SystemExit(f"rank {self.rank.rank}: {cause}") from None
+        write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code)
+        is_first = self.rank.rank == 0
+        if exit_code == 2 and is_first and self.start_step in (None, self.progress.step):
             self.run_directory.discard()
-        elif is_own and self.run_directory.path.exists():
-            self.run_directory.write_failure(status, verdict.reason, step=step, rank=self.rank.rank)
-        else:
-            self.run_directory.write_status(status, verdict.reason, step=step)
+        elif is_first or (self.watch is not None and not is_everyones):
+            self._write_status(status, reason)
 
     def record_stop(self, reason: str) -> None:
         """Record that a signal ends this rank without an agreement of all ranks."""
         step = self.progress.step
         reason = f"{reason} (after step {step}; the same command continues from the last checkpoint, if there is one)"
         write_rank_status("interrupted", reason, step=step, exit_code=75)
-        if self.rank.world_size == 1:
-            self.run_directory.write_status("interrupted", reason, step=step)
-        elif (read_status(self.run_directory.path) or {}).get("state") not in ("error", "oom"):
-            self.run_directory.write_failure("error", reason, step=step, rank=self.rank.rank)
+        if (read_status(self.run_directory.path) or {}).get("state") not in ("error", "oom"):
+            self._write_status("interrupted" if self.rank.world_size == 1 else "error", reason)
 
-    def record_lost(self, reason: str) -> None:
-        """Record that another rank was killed or is stuck; the watching thread also calls this."""
-        write_rank_status("error", reason, step=self.progress.step, exit_code=1)
-        self.run_directory.write_failure("error", reason, step=self.progress.step, rank=self.rank.rank)
+    def record_lost(self, cause: str) -> None:
+        """Record the cause that another rank is; the watching thread also calls this."""
+        write_rank_status("error", cause, step=self.progress.step, exit_code=1)
+        if cause.startswith(LOST_RANK):  # a rank that failed by itself has written why
+            self._write_status("error", cause)
 
-    def exit_if_another_rank_failed(self) -> None:
-        """Exit with the other rank's reason. Here it shows only as a lost connection; one rank per host prints it."""
-        status = read_status(self.run_directory.path)
-        if status is not None and status["state"] in ("error", "oom") and status["rank"] != self.rank.rank:
-            stopped = f"stopped by rank {status['rank']}: {status['reason']}"
-            write_rank_status("error", stopped, step=self.progress.step, exit_code=1)
-            raise SystemExit(f"rank {self.rank.rank}: {stopped}" if self.rank.local_rank == 0 else 1)
+    def _write_status(self, status: str, reason: str | None) -> None:
+        self.run_directory.write_status(status, reason, step=self.progress.step, rank=self.rank.rank)

@@ -29,7 +29,7 @@ def save_weights(out: Path, weights: Weights, *, dtype: torch.dtype) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        _write(out, weights, dtype=dtype)
+        write_model_file(out, weights, dtype=dtype)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
 
@@ -59,13 +59,14 @@ def export_model(
     try:
         if not dist.is_initialized() or dist.get_rank() == 0:
             own = Weights(path, shapes, read, config, progress.step, progress.images_seen, kind)
-            _write(path, own.of_its_run(), dtype=torch.float32)
+            write_model_file(path, own.of_its_run(), dtype=torch.float32)
     finally:
         for name in list(left):  # all ranks gather every weight, also if rank 0 could not write it
             read(name)
 
 
-def _write(path: Path, weights: Weights, *, dtype: torch.dtype) -> None:
+def write_model_file(path: Path, weights: Weights, *, dtype: torch.dtype) -> None:
+    """`save_weights` that raises the OSError itself."""
     metadata = {
         "format": FORMAT,
         "version": VERSION,

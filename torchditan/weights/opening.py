@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -39,7 +39,7 @@ from torchditan.registry import FORMATS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
-from torchditan.weights.shared import check_address, is_shared, open_shared
+from torchditan.weights.shared import check_address, find_shared, is_shared
 
 Kind = Literal["ema", "raw"]
 
@@ -79,11 +79,28 @@ class Weights:
     run: Path | None = None
     """The run directory that contains them."""
     content: dict[str, Any] = field(default_factory=dict)
-    """config.json of `run`."""
+    """config.json of `run`, or of a folder of diffusers."""
     name: str = ""
     """Of the file, the folder, the repository or the shipped model."""
     digest: str | None = None
     """SHA-256 of the file, if it was checked."""
+    notes: tuple[str, ...] = ()
+    """What an import from another project converted, one phrase each."""
+
+    @classmethod
+    def of(cls, path: Path, tensors: Mapping[str, Tensor], **fields: Any) -> Weights:
+        """Tensors in memory, or memory-mapped."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return cls(path, shapes, tensors.__getitem__, **fields)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {name: self.tensor(name) for name in self.shapes}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor], **changed: Any) -> Weights:
+        """With these tensors, and other fields, in place of its own."""
+        of = Weights.of(self.path, tensors)
+        return replace(self, shapes=of.shapes, tensor=of.tensor, **changed)
 
     @property
     def num_values(self) -> int:
@@ -210,7 +227,7 @@ def open_weights(place: str | os.PathLike[str], *, step: int | None = None, kind
     if kind not in (None, "ema", "raw"):
         raise option_error("--weights", kind, "must be ema or raw")
     if is_shared(path):
-        shared = open_shared(path)
+        shared = find_shared(path)
         weights = replace(open_weights_file(shared.weights), name=shared.name, digest=shared.digest)
     elif path.is_file():
         weights = open_weights_file(path)

@@ -1,18 +1,16 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Opens shared models: a folder that `torchditan share` wrote, one on the hub, or one that ships with the package.
+"""Finds shared models: a folder that `torchditan share` wrote, one on the hub, or one that ships with the package.
 
-The folder may be a stranger's. Only config.json and model.safetensors are read. Both must be plain files inside the
-folder, the weights with the size and the SHA-256 that config.json states. Importing this module needs no torch.
+The folder may be a stranger's. Only config.json and model.safetensors are read. The weights must be a plain file inside
+the folder, with the SHA-256 that config.json states. Importing this module needs no torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS
@@ -21,27 +19,21 @@ from torchditan.run.hub import download_folder, is_on_hub, split_place
 from torchditan.run.reading import check_folder, similar_folder
 
 LIBRARY = "torchditan"
-FORMAT_VERSION = 1
-"""Raised when an older reader would misunderstand a folder."""
+"""`library_name` in config.json of a shared model."""
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 SHIPPED = TRAIN_CONFIGS / "models"
 """Shared folders that ship with the package, by name."""
 
 
-@dataclass(frozen=True)
-class SharedModel:
-    """A shared folder whose files are complete."""
+class SharedModel(NamedTuple):
+    """The weights of a shared folder, which are complete."""
 
-    folder: Path
+    weights: Path
     name: str
     """Of the folder, the repository or the shipped model."""
     digest: str
     """SHA-256 of the weights."""
-
-    @property
-    def weights(self) -> Path:
-        return self.folder / WEIGHTS_FILE
 
 
 def is_shared(place: str | os.PathLike[str]) -> bool:
@@ -49,9 +41,8 @@ def is_shared(place: str | os.PathLike[str]) -> bool:
 
     A path that exists always wins over a name. Nothing is downloaded or checked.
     """
-    path = Path(place)
-    if path.exists():
-        return _library(path) == LIBRARY
+    if Path(place).exists():
+        return _description(Path(place)) is not None
     return is_on_hub(place) or os.fspath(place) in shipped_models()
 
 
@@ -70,109 +61,53 @@ def check_address(place: str | os.PathLike[str]) -> None:
     if path.name == CONFIG_FILE:
         check_folder(path, mark=CONFIG_FILE, what="a run directory")  # names the folder
     if not path.exists() and not is_shared(place):
-        shipped = f", or one of the shipped models {', '.join(shipped_models())}" if shipped_models() else ""
         right = (
-            "a run directory or a checkpoint in one, a .safetensors file, a shared folder, hub:owner/name"
-            f"{shipped}{similar_folder(path, mark=CONFIG_FILE)}"
+            "a run directory or a checkpoint in one, a .safetensors file, a shared folder, hub:owner/name, or one of "
+            f"the shipped models {', '.join(shipped_models())}{similar_folder(path, mark=CONFIG_FILE)}"
         )
         raise ConfigError(f"{path} does not exist; must be {right}")
 
 
-def open_shared(place: str | os.PathLike[str]) -> SharedModel:
-    """Find a shared model, download it if it is on the hub, and check its files.
+def find_shared(place: str | os.PathLike[str]) -> SharedModel:
+    """Find a shared model, download it if it is on the hub, and check its weights.
 
     Raises:
-        ConfigError: it does not exist, cannot be fetched, is no shared model, is of a newer version, or a file is
-            missing, damaged or not allowed there.
+        ConfigError: it does not exist, cannot be fetched, is no shared model, or its weights are missing, damaged or a
+            link to another folder.
     """
-    text = os.fspath(place)
+    text, folder = os.fspath(place), Path(place)
+    name = folder.resolve().name
     if is_on_hub(text):
         folder = download_folder(text, kind="model", patterns=[CONFIG_FILE, WEIGHTS_FILE])
-        return _check(folder, shown=text, name=split_place(text)[0].split("/")[1])
-    if not Path(text).exists() and text in shipped_models():
-        return _check(SHIPPED / text, shown=text, name=text)
-    return _check(Path(text), shown=text, name=Path(text).resolve().name)
+        name = split_place(text)[0].split("/")[1]
+    elif not folder.exists():
+        folder = SHIPPED / text
+    description, weights = _description(folder), folder / WEIGHTS_FILE
+    if description is None:
+        raise ConfigError(f"{text} is no model of TorchDiTan: it has no {CONFIG_FILE} that torchditan share wrote")
+    if not _is_inside(folder, weights):
+        raise ConfigError(f"{text} is refused: {WEIGHTS_FILE} is a link to another folder")
+    if not weights.is_file():
+        raise ConfigError(f"{text} is incomplete: {WEIGHTS_FILE} is missing; download or copy it again")
+    if (digest := sha256_of(weights)) != description.get("sha256"):
+        again = f"delete {weights.resolve()} and open it again" if weights.is_symlink() else "download or copy it again"
+        raise ConfigError(f"{text} is damaged: the SHA-256 of {WEIGHTS_FILE} differs from {CONFIG_FILE}; {again}")
+    return SharedModel(weights, name, digest)
 
 
-def refuse_existing(folder: Path, *, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
-    """Refuse to replace a folder by a shared one, unless it is a shared one and `overwrite` is set."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(f"{folder} is not a folder; choose another name")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
-    if not is_ours(folder):
-        raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
-
-
-def _check(folder: Path, *, shown: str, name: str) -> SharedModel:
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{shown} is no model of TorchDiTan: it has no {CONFIG_FILE}")
-    manifest = _read(folder, CONFIG_FILE, shown=shown)
-    if not isinstance(manifest, dict) or manifest.get("library_name") != LIBRARY:
-        raise ConfigError(f"{shown} is no model of TorchDiTan: {CONFIG_FILE} was not written by torchditan share")
-    version = manifest.get("format_version")
-    if type(version) is not int:
-        raise ConfigError(f"{shown} is damaged: {CONFIG_FILE} has no format_version")
-    if version > FORMAT_VERSION:
-        made_by = str(manifest.get("torchditan_version"))[:20]
-        right = f"was shared by torchditan {made_by} in format {version}; this one reads up to {FORMAT_VERSION}: update"
-        raise ConfigError(f"{shown} {right}")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or WEIGHTS_FILE not in files:
-        raise ConfigError(f"{shown} is damaged: {CONFIG_FILE} lists no {WEIGHTS_FILE}")
-    for file, entry in files.items():
-        if file != WEIGHTS_FILE:
-            raise ConfigError(f"{shown} is refused: {CONFIG_FILE} lists {file!r}; must be {WEIGHTS_FILE} only")
-        _check_file(folder, file, entry, shown=shown)
-    return SharedModel(folder, name, str(files[WEIGHTS_FILE]["sha256"]))
-
-
-def _check_file(folder: Path, file: str, entry: Any, *, shown: str) -> None:
-    size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-    path = _inside(folder, file, shown=shown)
-    if not path.is_file():
-        raise ConfigError(f"{shown} is incomplete: {file} is missing; download or copy it again")
-    if (found := path.stat().st_size) != size:
-        raise ConfigError(f"{shown} is damaged: {file} has {found} bytes, not {size}; {_again(path)}")
-    if sha256_of(path) != sha256:
-        raise ConfigError(f"{shown} is damaged: the SHA-256 of {file} differs from {CONFIG_FILE}; {_again(path)}")
-
-
-def _again(path: Path) -> str:
-    is_cached = "snapshots" in path.parts and path.is_symlink()
-    return f"delete {path.resolve()} and open it again" if is_cached else "download or copy it again"
-
-
-def _inside(folder: Path, file: str, *, shown: str) -> Path:
-    """The path of a file, which must not lead out of the folder. The hub's cache links to its own blobs."""
+def _is_inside(folder: Path, file: Path) -> bool:
+    """Whether a file is in its folder, or is a link of the hub's cache to its own blobs."""
     places = [folder.resolve()]
     if folder.parent.name == "snapshots":
         places.append(folder.parent.resolve().parent / "blobs")
-    path = folder / file
-    target = Path(os.path.realpath(path))  # Path.resolve fails for a link to itself before Python 3.13
-    if not any(target.is_relative_to(place) for place in places):
-        raise ConfigError(f"{shown} is refused: {file} is a link to another folder")
-    return path
+    target = Path(os.path.realpath(file))  # Path.resolve fails for a link to itself before Python 3.13
+    return any(target.is_relative_to(place) for place in places)
 
 
-def _read(folder: Path, file: str, *, shown: str) -> Any:
-    path = _inside(folder, file, shown=shown)
+def _description(folder: Path) -> dict[str, Any] | None:
+    """config.json of a shared folder; None for another folder."""
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{shown} cannot be read: {file}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{shown} is damaged: {file} does not parse; download or copy it again") from None
-
-
-def _library(folder: Path) -> str | None:
-    """`library_name` in config.json. If it is a link out of a folder with weights: ours, so that opening refuses it."""
-    try:
-        content = json.loads(_inside(folder, CONFIG_FILE, shown=str(folder)).read_bytes())
-    except ConfigError:
-        return LIBRARY if os.path.lexists(folder / WEIGHTS_FILE) else None
+        content = json.loads((folder / CONFIG_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return content.get("library_name") if isinstance(content, dict) else None
+    return content if isinstance(content, dict) and content.get("library_name") == LIBRARY else None

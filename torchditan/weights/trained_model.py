@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import pkgutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,15 +25,14 @@ from torchditan.config.loader import override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.drawing import Drawing, SampleRows
 from torchditan.evaluation.metric import ToPixels
 from torchditan.evaluation.reconstruction import to_8_bit
-from torchditan.evaluation.sampler import Sampler, SampleRows
-from torchditan.finetune.captions.dataset import encode_prompts
-from torchditan.job.complete import with_empty_caption
+from torchditan.evaluation.sampler import Sampler
 from torchditan.latents.latent_space import StoredLatents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
-from torchditan.registry import FAMILIES
+from torchditan.models import ModelSpec, model_spec_of
+from torchditan.registry import ENCODE_PROMPTS
 from torchditan.weights.initial import load_initial_weights
 from torchditan.weights.opening import Kind, open_weights
 from torchditan.weights.shared import check_address
@@ -118,7 +118,7 @@ class TrainedModel:
         """
         device = _device(device)
         opened = open_weights(place, step=step, kind=weights)
-        config = _with_flags(opened.checked_config(), flags)
+        config = with_flags(opened.checked_config(), flags)
         spec = stored_spec(config)
         assert opened.step is not None and opened.images_seen is not None and opened.kind is not None
         assert config.dataset.num_classes is not None
@@ -130,7 +130,7 @@ class TrainedModel:
         spec.init_unsaved(model, config.training.seed)
         opened.fill(model, only_trained=only_trained)
         if dtype is None:
-            is_half = config.model.name in FAMILIES and config.training.mixed_precision_param != "float32"
+            is_half = spec.is_sampled_in_half and config.training.mixed_precision_param != "float32"
             dtype = torch.bfloat16 if is_half else torch.float32
         own = {"config": opened.config, "git_commit": opened.git_commit, "run_id": opened.run_id}
         return cls(
@@ -229,51 +229,55 @@ class TrainedModel:
         batch_size = _count("batch_size", batch_size)
         seed = _integer("seed", seed, "must be an integer")
         changed = {f"sampling.{name}": value for name, value in sampling.items()}
-        drawing = replace(self, config=override(self.config, _plain(changed), sections=("sampling",)))
+        drawn = replace(self, config=override(self.config, _plain(changed), sections=("sampling",)))
         if num_samples is not None and (self.takes_prompts or self.num_classes):
             raise option_error("num_samples", num_samples, "this model is conditional; give samples_per_class")
-        to_pixels = drawing.open_decoder()
-        if self.takes_prompts:
-            rows = drawing._rows_of_prompts(classes, prompts)
-        else:
-            rows = drawing._rows_of_classes(classes, prompts)
+        to_pixels = drawn.open_decoder()
+        rows = drawn.rows(classes=classes, prompts=prompts)
         per_row = num_samples or samples_per_class
-        samples = drawing.generate_rows(rows, samples_per_row=per_row, seed=seed, batch_size=batch_size)
+        samples = drawn.generate_rows(rows, samples_per_row=per_row, seed=seed, batch_size=batch_size)
         images = to_pixels(samples).flatten(0, 1)  # (N, C, H, W)
         num_bad = int((~images.isfinite()).flatten(1).any(1).sum())
         if num_bad:
             print(f"warning: {num_bad} of {len(images)} images have values that are not finite", file=sys.stderr)
         return to_8_bit(images.nan_to_num(nan=-1.0)).byte()  # rounded as in the PNGs of grid_picture.py
 
-    def _rows_of_prompts(self, classes: object, prompts: str | Iterable[str] | None) -> SampleRows:
-        if classes is not None:
-            raise option_error("classes", classes, "this run was trained on captions; give prompts")
-        texts = [prompts] if isinstance(prompts, str) else list(prompts or self.config.sampling.prompts)
-        if not texts:
-            raise option_error("prompts", None, "must be given: this run's configuration has no sampling.prompts")
-        return self.encode_prompts(texts)
+    def rows(
+        self,
+        *,
+        classes: int | str | Iterable[int | str] | None = None,
+        prompts: str | Iterable[str] | None = None,
+    ) -> SampleRows:
+        """The rows to draw: these classes (labels or names) or prompts, or else those that the run's [sampling] names.
 
-    def _rows_of_classes(self, classes: int | str | Iterable[int | str] | None, prompts: object) -> SampleRows:
-        """Rows of the classes, or the one row of an unconditional model."""
-        if prompts is not None:
+        Raises:
+            ConfigError: a class is unknown, the model has no classes or no prompts, or its text encoders are missing.
+        """
+        sampling = self.config.sampling
+        if self.takes_prompts:
+            if classes is not None:
+                raise option_error("classes", classes, "this run was trained on captions; give prompts")
+            texts = [prompts] if isinstance(prompts, str) else list(prompts or sampling.prompts)
+            if not texts:
+                raise option_error("prompts", None, "must be given: this run's configuration has no sampling.prompts")
+            return self.encode_prompts(texts)
+        if prompts:
             right = "classes; give classes" if self.num_classes else "neither captions nor classes; give num_samples"
             raise option_error("prompts", prompts, f"this run was trained on {right}")
         if classes is None:
-            return self._rows_of(range(min(self.config.sampling.max_classes, max(1, self.num_classes))))
+            return SampleRows.first_classes(sampling.max_classes, class_names=self.class_names)
         if not self.num_classes:
-            raise option_error("classes", classes, "this run was trained without classes; give num_samples")
+            raise option_error("classes", classes, "this run was trained without classes; leave it out")
         labels = self.labels_of(classes)
         if len(set(labels)) < len(labels):
             raise option_error("classes", classes, "must list each class once; samples_per_class draws several of each")
-        return self._rows_of(labels)
+        return SampleRows.of_classes(labels, class_names=self.class_names)
 
-    def labels_of(
-        self, classes: int | str | Iterable[int | str], *, option: str = "classes", shown: str | None = None
-    ) -> list[int]:
+    def labels_of(self, classes: int | str | Iterable[int | str]) -> list[int]:
         """Labels of these classes, given as labels or names; a list, or one of them.
 
         Raises:
-            ConfigError: the run has no such class. The message names `option` and shows `shown`, or else the classes.
+            ConfigError: the run has no such class.
         """
         names = f" ({some(self.class_names, most=_MOST_NAMES)})" if self.class_names else ""
         right = f"must be names{names}, or integers from 0 to {self.num_classes - 1}"
@@ -283,35 +287,29 @@ class TrainedModel:
         labels = []
         for each in given:
             if not isinstance(each, str):
-                labels.append(_integer(option, each, right, shown=classes))
+                labels.append(_integer("classes", each, right, shown=classes))
             elif each in self.class_names:
                 labels.append(self.class_names.index(each))
             else:
                 hint = did_you_mean(each, self.class_names) or f"; {right}"
-                raise option_error(option, each if shown is None else shown, f"this run has no class {each}{hint}")
+                raise option_error("classes", each, f"this run has no class {each}{hint}")
         if not labels or not all(0 <= label < self.num_classes for label in labels):
-            raise option_error(option, labels if shown is None else shown, right)
+            raise option_error("classes", labels, right)
         return labels
 
-    def _rows_of(self, labels: Sequence[int]) -> SampleRows:
-        return SampleRows.of_classes(labels, class_names=self.class_names)
-
-    def generate(self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int) -> torch.Tensor:
-        """Samples of these classes: (len(labels), samples_per_label, C, H, W), pixels or latents."""
-        return self.generate_rows(
-            self._rows_of(labels), samples_per_row=samples_per_label, seed=seed, batch_size=batch_size
-        )
+    def drawing(self, rows: SampleRows, order: torch.Tensor, *, seed: int) -> Drawing:
+        """Samples of these rows, with the run's `[sampling]` options."""
+        model = [self.run_id, self.config.model.path, self.device.type, str(self.dtype)]
+        return Drawing(rows, order, self.config.sampling, seed, model=model, step=self.step, weights=self.weights)
 
     def generate_rows(self, rows: SampleRows, *, samples_per_row: int, seed: int, batch_size: int) -> torch.Tensor:
-        """Sample with the run's `[sampling]` options: (rows, samples_per_row, *sample_shape), pixels or latents."""
-        return self.sampler.draw_rows(
-            self.model, rows, samples_per_row=samples_per_row, seed=seed, batch_size=batch_size
-        )
+        """Draw a grid: (rows, samples_per_row, *sample_shape), pixels or latents."""
+        drawing = self.drawing(rows, rows.each(samples_per_row), seed=seed)
+        return self.sampler.draw_all(self.model, drawing, batch_size=batch_size).unflatten(0, (-1, samples_per_row))
 
     @property
     def sampler(self) -> Sampler:
-        """Draws with the run's `[sampling]` options."""
-        return Sampler(self.spec, self.objective, self.config.sampling, self.device)
+        return Sampler(self.spec, self.objective, self.device)
 
     def turn_off_adapter(self) -> None:
         """Restore the published model without the LoRA.
@@ -329,13 +327,10 @@ class TrainedModel:
         Raises:
             ConfigError: it started from random weights, or its initial weights no longer exist.
         """
-        if self.config.model.path is None and self._initial_weights is None:
-            raise option_error("--original", True, "this run started from random weights; leave it out")
         if self._initial_weights is not None:
-            try:
-                check_address(self._initial_weights)
-            except ConfigError as error:
-                raise option_error("--original", True, f"{error}; leave it out") from None
+            check_address(self._initial_weights)
+        elif self.spec.restore_published is None:
+            raise option_error("--original", True, "this run started from random weights; leave it out")
 
     def restore_original(self) -> str:
         """Restore, in place, the model that the run started from: without its LoRA, or with its initial weights.
@@ -348,10 +343,8 @@ class TrainedModel:
         """
         if self._initial_weights is not None:
             return load_initial_weights(self.model, self._initial_weights, config=self.config)
-        if self.spec.turn_off_adapter is not None:
-            self.turn_off_adapter()
-        else:
-            cast(Any, self.model).init_weights(self.config.training.seed)
+        assert self.spec.restore_published is not None
+        self.spec.restore_published(self.model, self.config.training.seed)
         return f"weights of {self.config.model.path}"
 
     @property
@@ -367,7 +360,7 @@ class TrainedModel:
     @property
     def takes_prompts(self) -> bool:
         """Whether the model is conditioned on captions."""
-        return isinstance(self.spec.conditioning, TextEmbeddings)
+        return self.spec.takes_prompts
 
     def encode_prompts(self, prompts: Sequence[str]) -> SampleRows:
         """A row for each text, encoded by the run's text encoders; an empty caption gives the null condition.
@@ -375,13 +368,9 @@ class TrainedModel:
         Raises:
             ConfigError: the text encoders are not available.
         """
-        assert isinstance(self.spec.conditioning, TextEmbeddings)
-        if self.spec.conditioning.kept & self.spec.conditioning.tensors.keys():
-            right = "this model continues a first frame; export the LoRA, and sample with the model's own pipeline"
-            raise option_error("--prompts", list(prompts), right)
-        rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
-        self.spec = with_empty_caption(self.spec, null, self.config, device=self.device)
-        return rows
+        encode = pkgutil.resolve_name(ENCODE_PROMPTS)
+        rows, self.spec = encode(self.spec, self.config, prompts, device=self.device)
+        return cast(SampleRows, rows)
 
 
 def load(
@@ -431,7 +420,7 @@ def _folder_of_no_run(name: str) -> Path:
     return folder.with_name(f"{name}-weights") if (folder / "config.json").exists() else folder
 
 
-def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
+def with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
     """The configuration of a run with these options. The autoencoder of a published pipeline moves with its model."""
     config = override(stored, flags, sections=_REPLACEABLE)
     if config.autoencoder.name is None and config.autoencoder.path is not None:

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torchditan.config.options import Config, cache_folder
 from torchditan.config.prompts import is_unicode
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset, ListedDataset
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.sampler import SampleRows
+from torchditan.evaluation.drawing import SampleRows
 from torchditan.finetune.captions.encode import (
     Entries,
     Lookup,
@@ -34,8 +34,10 @@ from torchditan.finetune.captions.encode import (
 from torchditan.finetune.captions.tokens import beginning, describe_tokens
 from torchditan.finetune.published import family_of, patch_size_of
 from torchditan.finetune.published.stored_weights import find_lora
+from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import complete_from_autoencoder, decode_latents
 from torchditan.latents.sample_space import SampleSpace
+from torchditan.models import ModelSpec, TextEmbeddings
 from torchditan.randomness import uniform
 from torchditan.registry import FAMILIES
 from torchditan.run.tensor_cache import TensorCache, hash_of
@@ -326,6 +328,22 @@ def _space(
     )
 
 
+def rows_of_prompts(
+    spec: ModelSpec, config: Config, prompts: Sequence[str], *, device: torch.device
+) -> tuple[SampleRows, ModelSpec]:
+    """Rows for these texts, and the spec of a trained model with the empty caption as its null condition.
+
+    Raises:
+        ConfigError: the encoders are not available, or the model also needs a first frame.
+    """
+    conditioning = cast(TextEmbeddings, spec.conditioning)
+    if conditioning.kept & conditioning.tensors.keys():
+        right = "this model continues a first frame; export the LoRA, and sample with the model's own pipeline"
+        raise option_error("--prompts", list(prompts), right)
+    rows, null = encode_prompts(config, prompts, rank=Rank(0, 0, 1))
+    return rows, with_empty_caption(spec, null, config, device=device)
+
+
 def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tuple[SampleRows, dict[str, torch.Tensor]]:
     """Rows for these texts and the embeddings of the empty caption, from the encoders of a run or from its cache.
 
@@ -388,6 +406,7 @@ def _rows_of(
         names=[beginning(text) for text in prompts],
         numbers=list(range(len(prompts))),
         tensors=_stack(entries),
+        prompts=list(prompts),
         references=references,
         negative=embed(negative) if negative else None,
     )

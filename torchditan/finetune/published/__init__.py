@@ -141,6 +141,8 @@ def build_published_spec(
         is_one_graph=not cls.sets_hooks,
         init_unsaved=_init_all if lora.rank else _fill_buffers,
         turn_off_adapter=_turn_off_lora if lora.rank else None,
+        restore_published=None if weights is None else _without_lora if lora.rank else _init_all,
+        is_sampled_in_half=True,
         sampling=_without_assistant if lora.assistant_path else lambda model: nullcontext(),
     )
 
@@ -155,6 +157,10 @@ def _fill_buffers(model: nn.Module, seed: int) -> None:
 
 def _turn_off_lora(model: nn.Module) -> None:
     set_active_adapters(model, [])
+
+
+def _without_lora(model: nn.Module, seed: int) -> None:
+    _turn_off_lora(model)
 
 
 def _without_assistant(model: nn.Module) -> AbstractContextManager[None]:

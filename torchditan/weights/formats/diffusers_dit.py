@@ -11,8 +11,8 @@ How it differs from the model of models/dit.py (read and measured in diffusers 0
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.models.dit import NORM_EPS, sincos_position_table
-from torchditan.weights.formats import Converted, Given
-from torchditan.weights.formats.layout import Sizes, check_names, size_options
+from torchditan.weights.formats.layout import LABEL_TABLE, converted, num_blocks, read_sizes
+from torchditan.weights.opening import Weights
 
 CLASS_NAME = "DiTTransformer2DModel"
 REQUIRED = {
@@ -40,24 +40,12 @@ NOISE_SCHEDULES: dict[str, dict[str, Any]] = {
 """`diffusion.noise_schedule` -> options of a scheduler."""
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x": "sample"}
 """`diffusion.prediction` -> `prediction_type` of a scheduler."""
-LABEL_TABLE = "y_embedder.embedding_table.weight"
-SPACINGS = ("trailing", "leading", "linspace")
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 EXPORT_FILE = "torchditan.json"
 """What our export adds to a folder: the number of classes, and which weights of which step it has."""
 
 _CLASS_NAMES = (CLASS_NAME, "Transformer2DModel")  # the second is the name before diffusers 0.28
-_DEFAULT_SIZES = {
-    "num_layers": 28,
-    "num_attention_heads": 16,
-    "attention_head_dim": 72,
-    "in_channels": 4,
-    "patch_size": 2,
-    "sample_size": 32,
-    "num_embeds_ada_norm": 1000,
-}
-"""Defaults of the class, for files that leave them out."""
-_MAX_SIZE, _MAX_ROWS = 100_000, 512  # the file may be untrusted, and memory follows from these numbers
+_MAX_ROWS = 512  # of patches; the file may be untrusted, and memory follows from this number
 _LEVELS = {
     "num_train_timesteps": 1000,
     "trained_betas": None,
@@ -99,26 +87,33 @@ def names_in_diffusers(depth: int) -> dict[str, list[str]]:
     return names
 
 
-def convert(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given: Given) -> Converted:
-    """Convert a `DiTTransformer2DModel`; see `torchditan.weights.formats.Convert`.
+def convert(source: Weights, *, noise_schedule: str | None = None, prediction: str | None = None) -> Weights:
+    """Convert a `DiTTransformer2DModel`.
 
     The scheduler of a pipeline determines noise schedule and prediction; the user states those of a bare transformer.
     """
-    if not content:
-        raise ConfigError("is a file; must be the folder that diffusers saved, whose config.json describes the model")
-    sizes, side = _read_sizes(content)
-    folder = Path(content["folder"])
-    convention, convention_notes = _convention(folder, given)
+    content, folder = source.content, source.path
+    if content.get("_class_name") not in _CLASS_NAMES:
+        raise ConfigError(f"is not a folder of diffusers' {CLASS_NAME}: its class is {content.get('_class_name')}")
+    for key, only in REQUIRED.items():
+        if content.get(key, only) != only:
+            raise ConfigError(f"has {key} = {content[key]!r} in config.json; a {CLASS_NAME} has {only!r}")
+    tensors = _rename(source.tensors())
+    sizes = read_sizes(tensors, num_heads=content.get("num_attention_heads", 16))
+    side = content.get("sample_size", 32)
+    rows = side // sizes.patch_size
+    if not 1 <= rows <= _MAX_ROWS:
+        raise ConfigError(f"has sample_size = {side} in config.json; must be at most {_MAX_ROWS} patches")
+    tensors["pos_embed"] = sincos_position_table(sizes.width, rows, rows).unsqueeze(0)
+    num_classes = _drop_unused_classes(tensors, sizes.num_classes, folder)
+    convention, convention_notes = _convention(
+        folder, {"diffusion.noise_schedule": noise_schedule, "diffusion.prediction": prediction}
+    )
     autoencoder, autoencoder_notes = _autoencoder(folder)
-    ours = _rename(tensors, sizes.depth)
-    cells = side // sizes.patch_size
-    ours["pos_embed"] = sincos_position_table(sizes.width, cells, cells).unsqueeze(0)
-    num_classes = _drop_unused_classes(ours, sizes.num_classes, folder)
-    norm_eps = _number(content, "norm_eps", default=1e-5, file="config.json")
+    norm_eps = float(content.get("norm_eps", 1e-5))
     options = {
         "model.preset": "official",
-        **size_options(sizes),
-        "model.learn_sigma": sizes.output_channels > sizes.channels,
+        "model.learn_sigma": sizes.learns_sigma,
         "model.timestep_frequencies": "diffusers",
         "diffusion.objective": "ddpm",
         **convention,
@@ -134,64 +129,26 @@ def convert(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given: Gi
         *convention_notes,
         *autoencoder_notes,
     ]
-    return Converted(ours, options, (sizes.channels, side, side), num_classes, tuple(notes))
+    return converted(source, tensors, replace(sizes, num_classes=num_classes), (side, side), options, notes)
 
 
-def _read_sizes(content: Mapping[str, Any]) -> tuple[Sizes, int]:
-    """The sizes in config.json, and the side of the model's input.
-
-    Raises:
-        ConfigError: it describes another architecture.
-    """
-    class_name = content.get("_class_name")
-    if class_name not in _CLASS_NAMES:
-        raise ConfigError(f"has a config.json of {class_name or 'no class of diffusers'}; must be {CLASS_NAME}")
-    for key, only in REQUIRED.items():
-        if content.get(key, only) != only:
-            raise ConfigError(f"has {key} = {content[key]!r} in config.json; a {CLASS_NAME} has {only!r}")
-    found = {key: content.get(key, default) for key, default in _DEFAULT_SIZES.items()}
-    for key, value in found.items():
-        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-            raise ConfigError(f"has {key} = {value!r} in config.json; must be an integer from 1 to {_MAX_SIZE}")
-    side, patch_size, channels = found["sample_size"], found["patch_size"], found["in_channels"]
-    if side % patch_size or side // patch_size > _MAX_ROWS:
-        right = f"must be at most {_MAX_ROWS} patches of {patch_size}"
-        raise ConfigError(f"has sample_size = {side} in config.json; {right}")
-    output_channels = content.get("out_channels") or channels
-    if output_channels not in (channels, 2 * channels):
-        right = f"must be {channels}, or {2 * channels} with a variance"
-        raise ConfigError(f"has out_channels = {output_channels!r} in config.json; {right}")
-    sizes = Sizes(
-        depth=found["num_layers"],
-        width=found["num_attention_heads"] * found["attention_head_dim"],
-        num_heads=found["num_attention_heads"],
-        patch_size=patch_size,
-        channels=channels,
-        output_channels=output_channels,
-        num_classes=found["num_embeds_ada_norm"],
-    )
-    return sizes, side
-
-
-def _rename(tensors: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
+def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights under our names.
 
     Raises:
-        ConfigError: some are missing or unknown, or the embedders of two blocks differ.
+        ConfigError: the embedders of two blocks differ, or a tensor is unknown.
     """
-    names = names_in_diffusers(depth)
-    check_names(tensors, {name for theirs in names.values() for name in theirs}, format="diffusers")
     ours = {}
-    for name, theirs in names.items():
-        first = tensors[theirs[0]]
+    for name, theirs in names_in_diffusers(num_blocks(tensors, "transformer_blocks")).items():
+        first, *copies = (tensors.pop(their) for their in theirs)
         if ".attn.qkv." in name:
-            if len({tensors[part].shape for part in theirs}) > 1:
-                raise ConfigError(f"has {theirs[0]}, to_k and to_v of different shapes")
-            first = torch.cat([tensors[part] for part in theirs])
-        elif other := next((copy for copy in theirs[1:] if not torch.equal(tensors[copy], first)), None):
+            first = torch.cat([first, *copies])
+        elif any(not torch.equal(copy, first) for copy in copies):
             right = "this model has one embedder for all blocks, so they must be equal"
-            raise ConfigError(f"has different values in {theirs[0]} and {other}; {right}")
+            raise ConfigError(f"has different values in {theirs[0]} and the same weight of another block; {right}")
         ours[name] = first
+    if tensors:
+        raise ConfigError(f"has {next(iter(tensors))}, which a {CLASS_NAME} does not have")
     return ours
 
 
@@ -200,32 +157,28 @@ def _drop_unused_classes(ours: dict[str, Tensor], num_rows: int, folder: Path) -
 
     The rows between the last class and the null class are zeros.
     """
-    num_classes, table = _read_json(folder, EXPORT_FILE).get("num_classes", num_rows), ours[LABEL_TABLE]
-    if type(num_classes) is not int or not 0 <= num_classes < num_rows:
-        return num_rows
-    unused = table[num_classes:num_rows] if num_classes else table
-    if unused.any():
+    num_classes, table = _read_json(folder / EXPORT_FILE).get("num_classes", num_rows), ours[LABEL_TABLE]
+    if table[num_classes : num_rows if num_classes else None].any():
         return num_rows
     if num_classes:
         ours[LABEL_TABLE] = torch.cat([table[:num_classes], table[num_rows:]])
     else:
         del ours[LABEL_TABLE]
-    return num_classes
+    return int(num_classes)
 
 
-def _convention(folder: Path, given: Given) -> tuple[dict[str, Any], list[str]]:
+def _convention(folder: Path, stated: dict[str, str | None]) -> tuple[dict[str, Any], list[str]]:
     """Options for the noise schedule, the prediction and the spacing of a pipeline's scheduler, and notes.
 
     Raises:
         ConfigError: the scheduler has other noise levels than ours, or there is none and the user states nothing.
     """
-    scheduler = _read_json(folder, SCHEDULER_FILE)
-    stated = {"diffusion.noise_schedule": given.noise_schedule, "diffusion.prediction": given.prediction}
+    scheduler = _read_json(folder / SCHEDULER_FILE)
     if not scheduler:
-        if None in stated.values():
-            option = next(option for option, value in stated.items() if value is None)
-            right = f"must be given: the folder has no {SCHEDULER_FILE}, and weights do not show their prediction"
-            raise option_error(f"--{option.removeprefix('diffusion.')}", None, right)
+        for option, value in stated.items():
+            if value is None:
+                right = f"must be given: the folder has no {SCHEDULER_FILE}, and weights do not show their prediction"
+                raise option_error(f"--{option.removeprefix('diffusion.')}", None, right)
         return stated, []
     for key, only in _LEVELS.items():
         if scheduler.get(key, only) != only:
@@ -233,11 +186,10 @@ def _convention(folder: Path, given: Given) -> tuple[dict[str, Any], list[str]]:
     class_name = scheduler.get("_class_name")
     spacing = scheduler.get("timestep_spacing", "leading" if class_name in _LEADING_BY_DEFAULT else "linspace")
     schedule = next((name for name, keys in NOISE_SCHEDULES.items() if _has(scheduler, keys)), None)
-    prediction = next(
-        (ours for ours, theirs in PREDICTIONS.items() if scheduler.get("prediction_type", "epsilon") == theirs), None
-    )
-    if schedule is None or prediction is None or spacing not in SPACINGS:
-        shown = ("beta_schedule", "beta_start", "beta_end", "prediction_type", "timestep_spacing")
+    theirs = scheduler.get("prediction_type", "epsilon")
+    prediction = next((ours for ours, type in PREDICTIONS.items() if type == theirs), None)
+    if schedule is None or prediction is None:
+        shown = ("beta_schedule", "beta_start", "beta_end", "prediction_type")
         described = ", ".join(f"{key} {scheduler[key]}" for key in shown if key in scheduler) or class_name
         known = "linear (0.0001 to 0.02), scaled_linear (0.00085 to 0.012) and squaredcos_cap_v2"
         raise ConfigError(f"has {described} in {SCHEDULER_FILE}; the schedules here are {known}")
@@ -264,10 +216,10 @@ def _has(scheduler: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
 
 def _autoencoder(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Options for the autoencoder of a pipeline, and notes. As in DiTPipeline, `scaling_factor` alone normalises."""
-    config = _read_json(folder, "vae/config.json")
+    config = _read_json(folder / "vae/config.json")
     if not config:
         return {}, []
-    scale = _number(config, "scaling_factor", default=0.18215, file="vae/config.json")
+    scale = float(config.get("scaling_factor", 0.18215))
     options = {
         "autoencoder.name": "diffusers",
         "autoencoder.path": str((folder / "vae").absolute()),
@@ -275,32 +227,12 @@ def _autoencoder(folder: Path) -> tuple[dict[str, Any], list[str]]:
         "autoencoder.scale": [scale],
         "autoencoder.sample_posterior": True,
     }
-    widths = config.get("block_out_channels")
-    if config.get("_class_name") == "AutoencoderKL" and isinstance(widths, list):  # the import need not open it
-        options["autoencoder.downsampling"] = 2 ** (len(widths) - 1)
+    if config.get("_class_name") == "AutoencoderKL" and "block_out_channels" in config:  # the import need not open it
+        options["autoencoder.downsampling"] = 2 ** (len(config["block_out_channels"]) - 1)
     return options, [f"decoded by its vae/, with scaling_factor {scale:g}"]
 
 
-def _number(content: Mapping[str, Any], key: str, *, default: float, file: str) -> float:
-    """A positive number of a file; diffusers' default if the file is older than the option."""
-    value = content.get(key, default)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ConfigError(f"has {key} = {value!r} in {file}; must be a positive number")
-    return float(value)
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of the folder; {} if there is none.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        content = json.loads((folder / name).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise ConfigError(f"has a {name} that cannot be read; download it again")
-    return content
+def _read_json(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; {} if there is none."""
+    found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    return found
