@@ -203,7 +203,8 @@ def _make_ledger(folder: Path) -> None:
         for compiled in (False, True)
     ]
     write_ledger(grid, rows, axes=[])
-    (grid / "grid.json").write_text(json.dumps({"schema_version": 1, "name": "grid", "settings": {"training.seed": 0}}))
+    content = {"schema_version": 1, "kind": "torchditan ablation grid", "name": "grid", "base": None, "exclude": []}
+    (grid / "grid.json").write_text(json.dumps(content | {"axes": {}, "settings": {"training.seed": 0}}))
     for one in rows:
         run = grid / "runs" / one["run_name"]
         run.mkdir(parents=True)

@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 
 from torchditan.ablation.grid import BATCH_SIZE, FLAVOR, PATCH_SIZE, PRECISION, STANDARD_AXES
-from torchditan.evaluation.card import Card, cards_of_run, t_quantile
+from torchditan.evaluation.card import Card, cards_of_run
 from torchditan.report.effects import find_effects, find_pairs
 from torchditan.report.figures import Curve
-from torchditan.report.grids import Grids
+from torchditan.report.grids import Grids, half_width
 from torchditan.report.labels import axis_name, value_name
 from torchditan.report.runs import CurvePair, Run, compared, curve_pairs, metrics_of
 from torchditan.report.verdicts import judge
@@ -105,6 +105,6 @@ def _mean_curve(runs: list[tuple[pd.Series, pd.Series]]) -> Curve:
     if len(runs) > 1:
         seeds = pd.concat([values for _, values in runs], axis=1, join="inner")
         values = seeds.mean(axis=1)
-        half_widths = t_quantile(len(runs) - 1) * seeds.std(axis=1) / len(runs) ** 0.5
+        half_widths = half_width(seeds.std(axis=1), len(runs))
     has_failed = not run["is_done"] and run["status"] != "skipped"
     return Curve(run["setting"], values, half_widths, value_name(PRECISION, run[PRECISION]), has_failed)

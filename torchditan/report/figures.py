@@ -185,16 +185,12 @@ def _draw_curve(axis: Any, curve: Curve, panel: Panel, look: dict[str, Any]) -> 
 @styled
 def effects_figure(effects: pd.DataFrame) -> Any:
     """Medians, quartiles and extremes of the changes: a panel per metric, a row per `label`, a colour per grid."""
-    rows, grids = (list(effects[name].unique()) for name in ("label", "grid"))
-    rows = rows[:_MOST_ROWS]
-    metrics = effects.groupby("metric", sort=False)
-    figure, panels = new_figure(len(metrics), height=1.1 + 0.3 * len(rows) * max(1, 0.6 * len(grids)), sharey=True)
-    for panel, (_, mine) in zip(panels, metrics, strict=True):
-        mine = mine[mine["label"].isin(rows)]
+    grids = list(effects["grid"].unique())
+    figure, panels = _rows_figure(effects, "metric", height=0.3 * max(1, 0.6 * len(grids)))
+    for panel, mine in panels:
         for effect in mine.itertuples():
             number = grids.index(effect.grid)
-            place = rows.index(effect.label) + 0.7 * ((number + 0.5) / len(grids) - 0.5)
-            color = PALETTE[number % len(PALETTE)]
+            place, color = effect.row + 0.7 * ((number + 0.5) / len(grids) - 0.5), PALETTE[number % len(PALETTE)]
             for ends, width in (
                 ((effect.minimum_percent, effect.maximum_percent), 1),
                 ((effect.quartile_1_percent, effect.quartile_3_percent), 5),
@@ -204,11 +200,38 @@ def effects_figure(effects: pd.DataFrame) -> Any:
             panel.plot(median, place, "o", color="white", markeredgecolor=color, markeredgewidth=2, zorder=3)
         ratios = 1 + mine[["minimum_percent", "maximum_percent"]] / 100
         _percent_axis(panel, min(0.98, ratios.min(axis=None)), max(1.02, ratios.max(axis=None)))
-        panel.set_title(f"{mine['name'].iloc[0]}, {mine['better'].iloc[0]} is better")
-    panels[0].set_yticks(range(len(rows)), [shorten(name, _LONGEST_LABEL) for name in rows])
-    panels[0].set_ylim(len(rows) - 0.4, -0.6)
     add_legend(figure, [(name, look_of(index) | {"marker": None}) for index, name in enumerate(grids)])
     return figure
+
+
+@styled
+def verdict_figure(verdicts: pd.DataFrame, colors: dict[str, str]) -> Any:
+    """Differences with their 95% intervals: a panel per figure, a row per `label`, a colour per verdict."""
+    figure, panels = _rows_figure(verdicts, "figure", height=0.3)
+    for panel, mine in panels:
+        for verdict in mine.itertuples():
+            half = None if verdict.num_seeds < 2 else verdict.half_width
+            color = colors[verdict.verdict]
+            panel.errorbar(verdict.difference, verdict.row, xerr=half, color=color, fmt="o", capsize=3, elinewidth=2)
+        panel.axvline(0, color="#333", linewidth=1, zorder=1)
+        panel.locator_params(axis="x", nbins=5)
+        panel.set_xlabel("difference")
+    words = set(verdicts["verdict"])
+    add_legend(figure, [(word, {"color": color, "marker": "o"}) for word, color in colors.items() if word in words])
+    return figure
+
+
+def _rows_figure(frame: pd.DataFrame, by: str, *, height: float) -> tuple[Any, list[tuple[Any, pd.DataFrame]]]:
+    """A figure with a row per `label` and a panel per value of `by`; each panel with its part of the frame."""
+    labels = list(frame["label"].unique())[:_MOST_ROWS]
+    frame = frame[frame["label"].isin(labels)]
+    parts = [part.assign(row=part["label"].map(labels.index)) for _, part in frame.groupby(by, sort=False)]
+    figure, panels = new_figure(len(parts), height=1.1 + height * len(labels), sharey=True)
+    for panel, part in zip(panels, parts, strict=True):
+        panel.set_title(f"{part['name'].iloc[0]}, {part['better'].iloc[0]} is better")
+    panels[0].set_yticks(range(len(labels)), [shorten(name, _LONGEST_LABEL) for name in labels])
+    panels[0].set_ylim(len(labels) - 0.4, -0.6)
+    return figure, list(zip(panels, parts, strict=True))
 
 
 def _percent_axis(panel: Any, low: float, high: float) -> None:
@@ -223,28 +246,6 @@ def _percent_axis(panel: Any, low: float, high: float) -> None:
     )
     panel.xaxis.set_minor_locator(ticker.NullLocator())
     panel.axvline(1, color="#333", linewidth=1, zorder=1)
-
-
-@styled
-def verdict_figure(verdicts: pd.DataFrame, colors: dict[str, str]) -> Any:
-    """Differences with their 95% intervals: a panel per figure, a row per `label`, a colour per verdict."""
-    rows = list(verdicts["label"].unique())[:_MOST_ROWS]
-    figures = verdicts.groupby("figure", sort=False)
-    figure, panels = new_figure(len(figures), height=1.1 + 0.3 * len(rows), sharey=True)
-    for panel, (_, mine) in zip(panels, figures, strict=True):
-        for verdict in mine[mine["label"].isin(rows)].itertuples():
-            half = None if verdict.num_seeds < 2 else verdict.half_width
-            place, color = rows.index(verdict.label), colors[verdict.verdict]
-            panel.errorbar(verdict.difference, place, xerr=half, color=color, fmt="o", capsize=3, elinewidth=2)
-        panel.axvline(0, color="#333", linewidth=1, zorder=1)
-        panel.set_title(f"{mine['name'].iloc[0]}, {mine['better'].iloc[0]} is better")
-        panel.locator_params(axis="x", nbins=5)
-        panel.set_xlabel("difference")
-    panels[0].set_yticks(range(len(rows)), [shorten(name, _LONGEST_LABEL) for name in rows])
-    panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    words = set(verdicts["verdict"])
-    add_legend(figure, [(word, {"color": color, "marker": "o"}) for word, color in colors.items() if word in words])
-    return figure
 
 
 @styled

@@ -13,7 +13,6 @@ Notable:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,27 +34,27 @@ from torchditan.ablation.grid import (
     PRECISIONS,
     SEED,
     STANDARD_AXES,
-    is_grid,
 )
 from torchditan.ablation.ledger import (
     CSV_NAME,
     QUALITY,
-    SCHEMA_VERSION,
     Row,
     column_type,
     columns,
     measure,
+    provenance_of,
     read_ledger,
     to_text,
 )
-from torchditan.ablation.maker import RUNS_FOLDER, provenance_of
+from torchditan.ablation.maker import RUNS_FOLDER
+from torchditan.ablation.runner import read_grid, stored_grid
 from torchditan.config.errors import ConfigError
 from torchditan.config.schema import options
 from torchditan.config.trajectory import flatten_tree
 from torchditan.finetune.resolutions import MODEL, RESOLUTION
 from torchditan.report.labels import ordered_values
 from torchditan.report.runs import distinct_names
-from torchditan.run.reading import check_folder, read_config, read_metrics, read_status
+from torchditan.run.reading import read_config, read_metrics, read_status
 
 _WITH_INTERVAL = ("images_per_second_mean", "images_per_second_per_device_mean", "mfu_mean", "peak_memory_gib")
 # Zero or less is a measurement error, and ratios to it are meaningless.
@@ -154,26 +153,11 @@ def read_grids(folders: list[Path]) -> Grids:
 
 
 def _read_grid(folder: Path) -> tuple[dict[str, Any], list[Row], list[str]]:
-    """grid.json, the rows of the ledger, and its axes: the columns between `reason` and `num_devices`."""
-    file = folder / "grid.json"
-    check_folder(folder, mark="grid.json", what="a run directory, a grid folder or a folder of run directories")
-    try:
-        content = json.loads(file.read_bytes())
-        ledger = (folder / CSV_NAME).read_text(encoding="utf-8-sig", errors="replace")
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {CSV_NAME}: no run of this grid has finished yet") from None
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} does not parse: {error}") from None
-    if not is_grid(content) or content.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError(f"{file} does not describe a grid of schema version {SCHEMA_VERSION}")
-    header = ledger.partition("\n")[0].split(",")
-    ends = [header.index(name) if name in header else 0 for name in ("reason", "num_devices")]
-    axes = header[ends[0] + 1 : ends[1]]
+    """grid.json, the rows of the ledger, and its axes."""
+    content, axes = read_grid(folder), stored_grid(folder).columns
     rows = read_ledger(folder, axes=axes)
     if not rows:
-        raise ConfigError(f"{folder / CSV_NAME} contains no run yet")
+        raise ConfigError(f"{folder / CSV_NAME} contains no run: no run of this grid has finished yet")
     return content, rows, axes
 
 
@@ -298,10 +282,14 @@ def _average_seeds(seed_cells: pd.DataFrame, axes: list[str]) -> pd.DataFrame:
     cells["num_repeats"] = groups["num_repeats"].sum()
     cells["num_made_by"] = np.maximum(groups["made_by"].nunique(), groups["num_made_by"].max())
     cells["num_seeds"] = seeds = groups.size()
-    factor = (stdtrit(np.maximum(seeds - 1, 1), 0.975) / np.sqrt(seeds)).where(seeds > 1)
     for name in _WITH_INTERVAL:
-        cells[f"{name}_half"] = factor * groups[name].std()
+        cells[f"{name}_half"] = half_width(groups[name].std(), seeds)
     return cells.reset_index(drop=True)
+
+
+def half_width(std: Any, num_seeds: Any) -> Any:
+    """Half of the 95% interval of the mean over seeds; NaN with one seed."""
+    return stdtrit(np.maximum(num_seeds - 1, 1), 0.975) * std / np.sqrt(num_seeds)
 
 
 def _name_of_seeds(runs: pd.DataFrame) -> str:

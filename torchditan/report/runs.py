@@ -9,8 +9,6 @@ Notable:
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -197,9 +195,9 @@ def runs_in(folder: Path) -> list[Path]:
     """The run directories of a grid in the order of its ledger, or `folder` itself."""
     if not (folder / "grid.json").exists():
         return [folder]
-    ledger = (folder / CSV_NAME).read_text(encoding="utf-8-sig") if (folder / CSV_NAME).exists() else ""
-    runs = [folder / RUNS_FOLDER / row["run_name"] for row in csv.DictReader(io.StringIO(ledger))]
-    return [run for run in runs if (run / "config.json").exists()]
+    ledger = folder / CSV_NAME
+    names = pd.read_csv(ledger, dtype=str)["run_name"] if ledger.exists() else []
+    return [run for name in names if ((run := folder / RUNS_FOLDER / name) / "config.json").exists()]
 
 
 def distinct_names(folders: list[Path]) -> list[str]:

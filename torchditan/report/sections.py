@@ -15,11 +15,12 @@ import pandas as pd
 
 from torchditan.ablation.grid import BATCH_SIZE, PRECISION, SEED
 from torchditan.config.schema import options
-from torchditan.evaluation.card import Card, CardFigure, t_quantile
+from torchditan.evaluation.card import Card, CardFigure
 from torchditan.evaluation.card_tables import interval_text, ordered_names, value_text
 from torchditan.report.data import Data
 from torchditan.report.effects import MEMORY, MFU, PER_DEVICE, THROUGHPUT
 from torchditan.report.figures import PALETTE, Curve, Panel, axes_figure, curves_figure, effects_figure, verdict_figure
+from torchditan.report.grids import half_width
 from torchditan.report.labels import (
     MINUS,
     UNKNOWN,
@@ -241,7 +242,7 @@ def _final_losses(data: Data) -> pd.DataFrame:
         seeds = completed.groupby(SEED)["loss_mean"].mean()
         if len(seeds) == 1:
             return f"{seeds.iloc[0]:.4g}"
-        return with_interval(seeds.mean(), t_quantile(len(seeds) - 1) * seeds.std() / math.sqrt(len(seeds)))
+        return with_interval(seeds.mean(), half_width(seeds.std(), len(seeds)))
 
     cells = {key: text(group) for key, group in runs.groupby(["setting", PRECISION], sort=False)}
     precisions = ordered_values(PRECISION, runs[PRECISION])
@@ -292,7 +293,7 @@ def scores(data: Data) -> Section | None:
         note = "Against samples of the original model: how far the run moved, not how good it is."
     elif len(against) > 1:
         note = "Not comparable: some are against real images, others against samples of the original model."
-    return Section("PSNR and SSIM", _plot("scores", "PSNR and SSIM", panels), note)
+    return Section("PSNR and SSIM", _plot("scores", "PSNR and SSIM", panels), note) if panels else None
 
 
 def samples(data: Data) -> Section | None:

@@ -93,11 +93,16 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Each has an integer `step`; the other values are numbers or null.
     """
+    file = Path(path) / "metrics.jsonl"
+    try:
+        content = file.read_bytes() if file.exists() else b""
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     records = []
-    for line in _metrics_lines(Path(path)):
+    for line in content.split(b"\n"):
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # incomplete after a kill, or damaged
+        except (ValueError, RecursionError):  # empty, incomplete after a kill, or damaged
             continue
         if isinstance(record, dict) and type(record.get("step")) is int and abs(record["step"]) < 2**63:
             records.append({name: value if _is_number(value) else None for name, value in record.items()})
@@ -107,17 +112,3 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _is_number(value: Any) -> bool:
     """Whether this is a number that fits into a float, or null."""
     return value is None or isinstance(value, bool | float) or (type(value) is int and abs(value) < 2**1000)
-
-
-def count_metrics_lines(path: str | Path) -> int:
-    """The number of lines of metrics.jsonl, readable or not."""
-    return len(_metrics_lines(Path(path)))
-
-
-def _metrics_lines(path: Path) -> list[bytes]:
-    file = path / "metrics.jsonl"
-    try:
-        content = file.read_bytes() if file.exists() else b""
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    return [line for line in content.split(b"\n") if line.strip()]
