@@ -261,6 +261,7 @@ def test_the_model_that_ships_draws_its_classes_and_has_a_card(
         ("truncate", "damaged: the SHA-256 of model.safetensors differs"),
         ("delete", "incomplete: model.safetensors is missing"),
         ("link", "refused: model.safetensors is a link to another folder"),
+        ("linked config", "refused: config.json is a link to another folder"),
         ("link to itself", "incomplete: model.safetensors is missing"),
         ("newer", "has version 2, possibly of a newer TorchDiTan"),
     ],
@@ -281,6 +282,9 @@ def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right
     elif damage == "link to itself":
         weights.unlink()
         weights.symlink_to("model.safetensors")
+    elif damage == "linked config":
+        (copied / "config.json").rename(copied.parent / "outside.json")
+        (copied / "config.json").symlink_to(copied.parent / "outside.json")
     else:
         with safe_open(weights, framework="pt") as file:
             metadata = file.metadata()

@@ -4,7 +4,7 @@
 
 Notable:
 - an address is a run directory, a checkpoint in one or alone, a .safetensors file, a shared folder, `hub:owner/name`,
-  the name of a shipped model, or the folder of a LoRA. imported_format.py opens files of other projects;
+  the name of a shipped model, or the folder of a LoRA. formats/ reads files of other projects;
 - opening reads the description only. `Weights.tensor` reads one tensor, so no more than one is in memory;
 - opening writes nothing.
 """
@@ -123,7 +123,7 @@ class Weights:
         """The configuration. One that is not of a run may be untrusted, and passes the checks of a user's.
 
         Raises:
-            ConfigError: there is none, it is not valid here, or is incomplete; a LoRA outside a run.
+            ConfigError: there is none, it is not valid here, or is incomplete.
         """
         if self.config is None:
             raise ConfigError(
@@ -140,8 +140,6 @@ class Weights:
         sizes = (config.dataset.image_size, config.model.sample_size)
         if None in (*sizes, config.dataset.num_classes, config.model.input_channels):
             raise ConfigError(f"{self.path} has a configuration that does not set image size, classes or channels")
-        if config.lora.rank:
-            raise ConfigError(f"{self.path} has the configuration of a LoRA, which cannot be opened")
         return config
 
     def check(
@@ -280,18 +278,21 @@ def open_weights_file(path: Path) -> Weights:
     if metadata.get("version") != VERSION:
         right = f"has version {metadata.get('version')}, possibly of a newer TorchDiTan; this one reads version"
         raise ConfigError(f"{path} {right} {VERSION}")
-    config, kind = _parse_config(metadata.get("config")), metadata.get("weights")
-    step, images_seen = (_parse_count(metadata.get(key)) for key in ("step", "images_seen"))
-    if config is None or kind not in ("ema", "raw") or step is None or step >= 10**8 or images_seen is None:
+    try:
+        described = {name: json.loads(metadata.get(name, "null")) for name in ("config", "class_names")}
+        counts = {name: int(metadata[name]) for name in ("step", "images_seen")}
+        kind = metadata["weights"]
+    except (KeyError, ValueError, RecursionError):
+        kind = None
+    if kind not in ("ema", "raw") or not _is_config(described["config"]):
         raise ConfigError(f"{path} has invalid metadata; export it again")
     return replace(
         weights,
-        config=config,
-        step=step,
-        images_seen=images_seen,
+        **counts,
+        config=described["config"],
         kind=cast(Kind, kind),
         git_commit=metadata.get("git_commit"),
-        class_names=_names_in(_parse_json(metadata.get("class_names"))),
+        class_names=_names_in(described["class_names"]),
     )
 
 
@@ -333,10 +334,10 @@ def _open_checkpoint(path: Path, *, kind: Kind | None) -> Weights:
     if weights.run is not None:
         return weights
     try:  # copied without its run
-        config = _parse_config((path / "config.json").read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if config is None:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        config = None
+    if not _is_config(config):
         raise ConfigError(f"{path / 'config.json'} is not a configuration of a run")
     return replace(weights, config=config)
 
@@ -352,23 +353,10 @@ def _read_from_checkpoint(path: Path, reader: CheckpointReader, keys: dict[str, 
     return tensor
 
 
-def _parse_config(text: str | bytes | None) -> dict[str, dict[str, Any]] | None:
-    config = _parse_json(text)
-    is_config = isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())
-    return config if is_config else None
+def _is_config(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(section, dict) for section in found.values())
 
 
-def _parse_json(text: str | bytes | None) -> Any:
-    try:
-        return json.loads(text or "")
-    except (ValueError, RecursionError):
-        return None
-
-
-def _names_in(value: Any) -> list[str]:
+def _names_in(found: Any) -> list[str]:
     """The class names that a file contains; [] if it contains none."""
-    return value if isinstance(value, list) and all(isinstance(name, str) for name in value) else []
-
-
-def _parse_count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
+    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else []

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Finds shared models: a folder that `torchditan share` wrote, one on the hub, or one that ships with the package.
 
-The folder may be a stranger's. Only config.json and model.safetensors are read. The weights must be a plain file inside
-the folder, with the SHA-256 that config.json states. Importing this module needs no torch.
+The folder may be a stranger's. Only config.json and model.safetensors are read. Both must be plain files inside the
+folder, the weights with the SHA-256 that config.json states. Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def find_shared(place: str | os.PathLike[str]) -> SharedModel:
     description, weights = _description(folder), folder / WEIGHTS_FILE
     if description is None:
         raise ConfigError(f"{text} is no model of TorchDiTan: it has no {CONFIG_FILE} that torchditan share wrote")
-    if not _is_inside(folder, weights):
-        raise ConfigError(f"{text} is refused: {WEIGHTS_FILE} is a link to another folder")
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        if not _is_inside(folder, folder / file):
+            raise ConfigError(f"{text} is refused: {file} is a link to another folder")
     if not weights.is_file():
         raise ConfigError(f"{text} is incomplete: {WEIGHTS_FILE} is missing; download or copy it again")
     if (digest := sha256_of(weights)) != description.get("sha256"):
