@@ -23,8 +23,8 @@ from PIL import Image, ImageDraw
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
 from torchditan import load
-from torchditan.ablation.launch import TRAIN, Job, execute
 from torchditan.datasets.images import load_sample
+from torchditan.extras.ablation.launch import TRAIN, Job, execute
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 

@@ -29,11 +29,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from torchditan.evaluation.distances import Gaussian, gaussian_of, inception_score
-from torchditan.evaluation.efficientnet_lite import EfficientNetLite0
-from torchditan.evaluation.inception import NUM_CLASSES, NUM_SPATIAL_FEATURES, Inception2015
-from torchditan.evaluation.neighbours import compare_with_halves, nearest_distances, real_radii
-from torchditan.evaluation.quality import frechet_figure, kernel_mean, with_halves
+from torchditan.extras.evaluation.distances import Gaussian, gaussian_of, inception_score
+from torchditan.extras.evaluation.efficientnet_lite import EfficientNetLite0
+from torchditan.extras.evaluation.inception import NUM_CLASSES, NUM_SPATIAL_FEATURES, Inception2015
+from torchditan.extras.evaluation.neighbours import compare_with_halves, nearest_distances, real_radii
+from torchditan.extras.evaluation.quality import frechet_figure, kernel_mean, with_halves
 
 BATCH = 500
 T = TypeVar("T")

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is 
 
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
-from torchditan.evaluation.distances import frechet_distance, gaussian_of, polynomial_mmd
-from torchditan.evaluation.efficientnet_lite import EfficientNetLite0, load_efficientnet_lite0
+from torchditan.extras.evaluation.distances import frechet_distance, gaussian_of, polynomial_mmd
+from torchditan.extras.evaluation.efficientnet_lite import EfficientNetLite0, load_efficientnet_lite0
 
 BLUR = (0.5, 1.0, 2.0)
 """Standard deviation of the Gaussian, in pixels."""

@@ -34,8 +34,8 @@ import torch
 from gpu_hour_sections import FIGURES, Figure, Found, Row, Section, build_sections
 from step_time import RESULTS, environment
 
-from torchditan.ablation.launch import Job, execute
-from torchditan.config.errors import shorten
+from torchditan.errors import shorten
+from torchditan.extras.ablation.launch import Job, execute
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 

@@ -31,12 +31,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
+from torchditan.data_stream.latent_index import Encoding
+from torchditan.data_stream.latent_shards import LatentShards, MappedFile
 from torchditan.data_stream.loader import Collate, TrainingStream
 from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets.latents import Latents
-from torchditan.latents.index import Encoding
-from torchditan.latents.shards import LatentShards, MappedFile
-from torchditan.latents.writer import LatentWriter, Shard
+from torchditan.extras.latents.writer import LatentWriter, Shard
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 

@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from torchditan.ablation.launch import TRAIN, Job, execute
+from torchditan.extras.ablation.launch import TRAIN, Job, execute
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics

@@ -32,13 +32,13 @@ from step_cases import NUM_CLASSES, PATCH_SIZE, SAMPLE_SHAPES
 from step_measure import GIB, process_group, time_block
 from trainer_step import build_trainer, fill_with_normal, trainer_step
 
-from torchditan.ablation.launch import Job, execute
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
 from torchditan.config.options import Config
 from torchditan.distributed.process_group import Rank
-from torchditan.planner.devices import device_named
-from torchditan.planner.plan import plan_run
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.launch import Job, execute
+from torchditan.extras.planner.devices import device_named
+from torchditan.extras.planner.plan import plan_run
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 

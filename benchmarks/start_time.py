@@ -84,7 +84,10 @@ def measure(flags: Sequence[str], *, cache: Path | None = None) -> dict[str, flo
         flags: of train.py.
         cache: folder of torch.compile's cache; None: the user's.
     """
-    from torchditan.ablation.launch import Job, execute  # not at the top: a started process imports what train.py does
+    from torchditan.extras.ablation.launch import (  # not at the top: a started process imports what train.py does
+        Job,
+        execute,
+    )
 
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "phases.json"

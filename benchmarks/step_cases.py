@@ -24,9 +24,9 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model
 from torchditan.distributed.precision import multiplies_bfloat16
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.drawing import SampleRows
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.models import ModelSpec, build_model_spec
-from torchditan.weights.trained_model import TrainedModel
+from torchditan.sampling.drawing import SampleRows
 
 NUM_CLASSES = 1000
 PATCH_SIZE = 2

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from torchditan.config.errors import as_unicode, option_error
 from torchditan.config.options import Dataset
 from torchditan.datasets.options import height_and_width
+from torchditan.errors import as_unicode, option_error
 from torchditan.registry import DATASETS, build, resolve
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from torchditan.config.errors import option_error
+from torchditan.errors import option_error
 
 MAX_ASPECT_RATIO = 2.0
 """Maximum ratio of longer to shorter side. Images beyond it are cropped at both ends."""

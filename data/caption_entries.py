@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from torchditan.config.errors import ConfigError, is_finite_number, option_error, some
 from torchditan.config.prompts import is_unicode
 from torchditan.datasets.images import HOW_TO_READ, Encoded, corrupt_image
 from torchditan.datasets.splits import suffix_of
+from torchditan.errors import ConfigError, is_finite_number, option_error, some
 
 Refusal = Callable[[str], ConfigError]
 """Message -> the error with the option and its value."""

@@ -21,7 +21,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchditan.config import options
-from torchditan.config.errors import option_error, shorten, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.caption_entries import (
     Captions,
@@ -40,6 +39,7 @@ from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES
 from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
 from torchditan.datasets.tars import CAPTION_SUFFIXES, MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES
+from torchditan.errors import option_error, shorten, some
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _HOLD_CAPTIONS = frozenset([*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".parquet"])

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.config import options
-from torchditan.config.errors import option_error, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.caption_entries import (
     Captions,
@@ -50,6 +49,7 @@ from torchditan.datasets.tars import (
     kind_of,
 )
 from torchditan.datasets.videos import VIDEO_SUFFIXES
+from torchditan.errors import option_error, some
 
 
 def read_source(place: str, split: Split, *, config: options.Dataset, cache_folder: Path | None) -> Source:

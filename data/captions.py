@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import option_error, some
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
 from torchditan.datasets.caption_entries import Entry, File, Frames, Source, read_bytes
@@ -53,6 +52,7 @@ from torchditan.datasets.options import (
 )
 from torchditan.datasets.splits import Split, counted, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
+from torchditan.errors import option_error, some
 from torchditan.randomness import generator, name_to_index
 
 TRIGGER = "[trigger]"

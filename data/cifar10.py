@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import open_hub
 from torchditan.datasets.images import corrupt_image, load_sample, to_sample
 from torchditan.datasets.options import NEEDS, existing_path, photo_channels, refuse_crop
 from torchditan.datasets.splits import Split, part_of_file, walk
+from torchditan.errors import ConfigError, first_line, option_error
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32

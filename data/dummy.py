@@ -18,9 +18,9 @@ import torch
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.options import height_and_width
-from torchditan.evaluation.drawing import SampleRows
 from torchditan.models.spec import TensorSpec
 from torchditan.randomness import generator
+from torchditan.sampling.drawing import SampleRows
 
 
 class Dummy(ImageDataset):

@@ -23,11 +23,11 @@ import torch
 from PIL import Image
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import how_to_install
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.images import to_sample
 from torchditan.datasets.options import height_and_width, refuse, refuse_crop
+from torchditan.errors import option_error
 
 CLASS_NAMES = ["coast", "desert", "forest", "grassland", "ice", "ice coast", "mountain"]
 SIZES = (32, 64)

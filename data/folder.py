@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.file_check import check_files
 from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, describe_files, load_sample
@@ -43,6 +42,7 @@ from torchditan.datasets.splits import (
     suffix_of,
     walk,
 )
+from torchditan.errors import option_error
 
 HELD_OUT_SHARE = 0.02
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.datasets.images import Crop, corrupt_image, load_sample
 from torchditan.datasets.splits import PARTS, Division, Part, describe_parts, part_of, part_of_file
+from torchditan.errors import ConfigError, first_line, option_error
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
 from torchditan.datasets.folder import ImageFolder, ImageTree
 from torchditan.datasets.hub import open_hub
 from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan.errors import option_error
 
 HUB_NAME = "ILSVRC/imagenet-1k"
 

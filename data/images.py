@@ -27,9 +27,9 @@ from typing import Any, BinaryIO, Literal, Protocol, cast
 import numpy as np
 from PIL import Image, UnidentifiedImageError, features
 
-from torchditan.config.errors import ConfigError
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets.containers import Stripped, orientation_of, strip, transpose
+from torchditan.errors import ConfigError
 from torchditan.randomness import generator
 
 Crop = Literal["center", "adm", "random"]

@@ -6,13 +6,14 @@ Notable:
   `imagenet_ci8x8.safetensors`. Without `dataset.root_dir` it reads the public file in the working directory;
 - `read_batch` reads a batch as stored, which the device normalizes; a single item is normalized here;
 - a mirrored sample is the stored latent of the mirrored image, because an encoder does not commute with a mirror;
-- `hub:owner/name` as `dataset.root_dir` downloads shared latents;
+- `hub:owner/name` as `dataset.root_dir` downloads shared latents, and checks them by size and SHA-256 once;
 - held-out latents are normalized like the training latents, never by their own statistics.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,15 +21,19 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import Batch, ImageDataset
-from torchditan.datasets.options import existing_path, refuse, refuse_crop
-from torchditan.latents import PUBLIC_FILE
-from torchditan.latents.index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
-from torchditan.latents.shards import LatentShards, to_sample
-from torchditan.run.hub import is_on_hub
+from torchditan.data_stream.latent_index import INDEX_FILE, SETTINGS_FILE, fingerprint_of, read_index
+from torchditan.data_stream.latent_shards import LABELS_FILE, LatentShards, size_problems, to_sample
+from torchditan.datasets.options import PUBLIC_FILE, existing_path, refuse, refuse_crop
+from torchditan.errors import option_error
+from torchditan.run.atomic_files import sha256_of
+from torchditan.run.hub import download_folder, is_on_hub
 
 Split = Literal["train", "validation"]
+SPLITS = ("train", "validation")
+_FILES = (INDEX_FILE, LABELS_FILE, "shard-*.safetensors", "shard-*.tar")
+_CHECKED = ".torchditan_checked"
+"""In a downloaded snapshot: its files are those of the index."""
 
 
 class Latents(ImageDataset):
@@ -91,11 +96,47 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
     return dataset
 
 
+def splits_of(folder: Path) -> dict[str, Path]:
+    """name -> folder of each finished split; a single split is called train."""
+    if (folder / INDEX_FILE).is_file():
+        return {"train": folder}
+    return {split: folder / split for split in SPLITS if (folder / split / INDEX_FILE).is_file()}
+
+
+def has_latents(folder: Path) -> bool:
+    """Whether `torchditan encode` wrote this folder, or `torchditan share`."""
+    return bool(splits_of(folder))
+
+
+def open_from_hub(place: str) -> Path:
+    """Download latents as `hub:owner/name`, once, and check them.
+
+    Raises:
+        ConfigError: the place does not exist, cannot be fetched, holds no latents, or is damaged.
+    """
+    patterns = [f"{folder}{file}" for folder in ("", "train/", "validation/") for file in _FILES]
+    folder = download_folder(place, kind="dataset", patterns=patterns)
+    splits = splits_of(folder)
+    if not splits:
+        raise option_error("dataset.root_dir", place, f"holds no latents (no {INDEX_FILE}), as torchditan share writes")
+    if not (folder / _CHECKED).exists():
+        for path in splits.values():
+            index = read_index(path)
+            for problem in size_problems(path, index):
+                raise option_error("dataset.root_dir", place, f"is damaged: {problem}; delete {path} and open it again")
+            for shard in index.shards:
+                if sha256_of(path / shard.file) != shard.sha256:
+                    file = (path / shard.file).resolve()
+                    right = f"is damaged: the SHA-256 of {shard.file} differs; delete {file} and open it again"
+                    raise option_error("dataset.root_dir", place, right)
+        with suppress(OSError):  # a cache that others share may be read-only
+            (folder / _CHECKED).touch()
+    return folder
+
+
 def _find(config: options.Dataset) -> Path:
     """`dataset.root_dir`, or the public file in that folder or in the working directory."""
     if config.root_dir is not None and is_on_hub(config.root_dir):
-        from torchditan.latents.shared import open_from_hub
-
         return open_from_hub(config.root_dir)
     root = existing_path(config)
     return root / PUBLIC_FILE if (root / PUBLIC_FILE).is_file() else root

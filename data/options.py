@@ -6,10 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
-from torchditan.latents import PUBLIC_FILE
+from torchditan.errors import option_error
 from torchditan.run.hub import is_on_hub
 
+PUBLIC_FILE = "imagenet_ci8x8.safetensors"
+"""ImageNet in the latents of the Cosmos tokenizer CI8x8, a public file."""
 _LATENTS = (
     f"a folder that torchditan encode wrote, or the file {PUBLIC_FILE} (dataset fal/cosmos-imagenet on the "
     "Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CaptionedPixels, CorruptImageError, ImageDataset
 from torchditan.datasets.caption_entries import Entry, File, Frames, read_bytes
@@ -31,6 +30,7 @@ from torchditan.datasets.folder import ImageFolder
 from torchditan.datasets.hub import HubImages
 from torchditan.datasets.images import UnreadableError, corrupt_image, open_picture
 from torchditan.datasets.webdataset import CLASSES_FILE, TarImages
+from torchditan.errors import ConfigError, option_error
 from torchditan.randomness import generator
 from torchditan.run.atomic_files import atomic_writer, write_file
 

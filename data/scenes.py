@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.images import to_sample
 from torchditan.datasets.options import height_and_width, refuse, refuse_crop
+from torchditan.errors import option_error
 from torchditan.randomness import generator
 
 VERSION = 1

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from torchditan.config.errors import ConfigError, option_error, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.images import IMAGE_SUFFIXES, describe_files
@@ -46,6 +45,7 @@ from torchditan.datasets.splits import (
     suffix_of,
     walk,
 )
+from torchditan.errors import ConfigError, option_error, some
 from torchditan.run.atomic_files import write_file
 from torchditan.run.progress import report_progress
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from torchditan.config.errors import ConfigError, first_line
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets.images import Encoded
+from torchditan.errors import ConfigError, first_line
 
 VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 

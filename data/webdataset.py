@@ -27,7 +27,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from torchditan.config import options
-from torchditan.config.errors import option_error, some
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.caption_entries import read_bytes
 from torchditan.datasets.folder import held_out
@@ -35,6 +34,7 @@ from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Crop, corrup
 from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
 from torchditan.datasets.splits import Split
 from torchditan.datasets.tars import Place, Shard, TarMember, find_shards, json_object, kind_of, read_text
+from torchditan.errors import option_error, some
 from torchditan.run.npy_files import read_array
 
 CLASSES_FILE = "classes.txt"

@@ -22,11 +22,11 @@ from ladder import MOST_CLOSER, MOST_CLOSEST
 sys.path.insert(0, str(FOLDER.parent))  # a clone that is not installed works too
 
 from torchditan.config.command_line import ScriptParser
-from torchditan.config.errors import ConfigError
 from torchditan.datasets.earth import BLOCK, Crop, Earth
-from torchditan.evaluation.efficientnet_lite import open_effnet
-from torchditan.evaluation.metric import Evaluation
-from torchditan.evaluation.neighbours import nearest_distances, share_closer, share_very_close
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation.efficientnet_lite import open_effnet
+from torchditan.extras.evaluation.metric import Evaluation
+from torchditan.extras.evaluation.neighbours import nearest_distances, share_closer, share_very_close
 from torchditan.run.progress import report_progress
 
 SIZE = 32

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from entries import LADDER_SEEDS, Entry
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 Result = dict[str, Any]
 """The JSON of one seed (run.py)."""

@@ -31,8 +31,8 @@ from entries import (
 from ladder import Result, climb, is_copying, lower_bound, pair, read_result, read_results
 
 from torchditan.config.command_line import ScriptParser
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation.card import spread_of
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation.card import spread_of
 from torchditan.run.atomic_files import atomic_writer, write_file
 
 FOLDER = Path(__file__).resolve().parent

@@ -23,11 +23,11 @@ from entries import METRIC, NUM_SAMPLES, SAMPLING_SEED, load
 from run import RESULTS, Trial
 
 from torchditan.config.command_line import ScriptParser, check_output, count
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.datasets.earth import Earth
-from torchditan.evaluation.drawing import order_of_classes
-from torchditan.evaluation.grid_picture import draw
+from torchditan.errors import ConfigError, option_error
 from torchditan.run.atomic_files import write_file
+from torchditan.sampling.drawing import order_of_classes
+from torchditan.sampling.grid_picture import draw
 
 MOST_ENTRIES = 3
 

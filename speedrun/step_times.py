@@ -30,7 +30,7 @@ from entries import Entry, load, register
 from run import ONE_THREAD
 
 from torchditan.config.command_line import ScriptParser, count
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 from torchditan.run.atomic_files import write_file
 from torchditan.run.provenance import cpu_name, git_commit
 

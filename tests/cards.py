@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchditan.evaluation.card import Card, CardFigure, Data, ImageSet, read_card
+from torchditan.extras.evaluation.card import Card, CardFigure, Data, ImageSet, read_card
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript

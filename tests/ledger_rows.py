@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
+from torchditan.extras.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
 
 DEVICE = "NVIDIA A100-SXM4-80GB"
 Row = dict[str, Any]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchditan.evaluation.extractors import Extractor, Features
-from torchditan.evaluation.metric import Evaluation
-from torchditan.evaluation.quality import Quality
+from torchditan.extras.evaluation.extractors import Extractor, Features
+from torchditan.extras.evaluation.metric import Evaluation
+from torchditan.extras.evaluation.quality import Quality
 
 NUM_FEATURES = 12
 

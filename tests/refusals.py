@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 
 def assert_refused(text: str, about: str, mentions: Sequence[str] = ()) -> None:

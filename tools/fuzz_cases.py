@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from fuzz_mutations import OUTSIDE, RAN, change_file
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 from torchditan.supervision.exit_status import verdict_of
 
 MEMORY = 384 << 20

@@ -29,33 +29,39 @@ from safetensors.torch import save, save_file
 from tiny_published import tiny_flux
 
 from torchditan import load
-from torchditan.ablation.grid import load_grid
-from torchditan.ablation.ledger import write_ledger
-from torchditan.autoencoders import open_autoencoder
 from torchditan.checkpoint.files import read_manifest, write_manifest
-from torchditan.config.errors import ConfigError
+from torchditan.checkpoint.weights import save_weights
 from torchditan.config.loader import load_config, to_dict, to_toml
 from torchditan.config.options import Autoencoder, Dataset, LoRA, Model, Quantize
 from torchditan.config.prompts import read_prompts
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset, build_stored_latents
-from torchditan.evaluation.card import read_card
-from torchditan.evaluation.card_tables import write_card
-from torchditan.evaluation.distances import Gaussian
-from torchditan.evaluation.grid_picture import save_grid
-from torchditan.evaluation.sample_batches import has_images, image_shape, read_images, read_statistics, write_reference
-from torchditan.finetune.lora import load_assistant
-from torchditan.finetune.published import build_published_spec
-from torchditan.report.report import write_report
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.grid import load_grid
+from torchditan.extras.ablation.ledger import write_ledger
+from torchditan.extras.autoencoders import open_autoencoder
+from torchditan.extras.evaluation.card import read_card
+from torchditan.extras.evaluation.card_tables import write_card
+from torchditan.extras.evaluation.distances import Gaussian
+from torchditan.extras.evaluation.sample_batches import (
+    has_images,
+    image_shape,
+    read_images,
+    read_statistics,
+    write_reference,
+)
+from torchditan.extras.published import build_published_spec
+from torchditan.extras.published.lora import load_assistant
+from torchditan.extras.report.report import write_report
+from torchditan.extras.sharing.model_card import Statements
+from torchditan.extras.sharing.share import share
+from torchditan.extras.weights.importing import import_weights
+from torchditan.extras.weights.initial import load_initial_weights
+from torchditan.extras.weights.opening import open_weights
+from torchditan.extras.weights.shared import is_shared
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.run.atomic_files import sha256_of
-from torchditan.weights.exporting import save_weights
-from torchditan.weights.importing import import_weights
-from torchditan.weights.initial import load_initial_weights
-from torchditan.weights.model_card import Statements
-from torchditan.weights.opening import open_weights
-from torchditan.weights.share import share
-from torchditan.weights.shared import is_shared
-from torchditan.weights.trained_model import TrainedModel
+from torchditan.sampling.grid_picture import save_grid
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

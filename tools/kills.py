@@ -41,9 +41,9 @@ from kills_checks import compare
 from kills_plans import LAYOUTS, VARIANTS, Pace, Plan, plan_of
 from kills_report import Results, line
 
-from torchditan.ablation.launch import end_processes
 from torchditan.config.command_line import ScriptParser, count
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.errors import ConfigError, option_error
+from torchditan.extras.ablation.launch import end_processes
 from torchditan.run.atomic_files import new_folder, write_file
 from torchditan.run.reading import read_status
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import forked_scripts
 from kills_plans import BATCH_SIZE, EVALUATION_FREQ, Kill, Layout, Pace
 
-from torchditan.ablation.launch import TRAIN, Job, processes_of
+from torchditan.extras.ablation.launch import TRAIN, Job, processes_of
 from torchditan.run.rank_status import read_rank_statuses
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.parent_death import die_with_parent

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kills_attempts import KEEP_LATEST_K, SAMPLE_FREQ, STEPS, names_in
 from kills_plans import EVALUATION, EVALUATION_FREQ, Plan
 
-from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.run.reading import read_metrics, read_status
+from torchditan.sampling.validation import BIN_KEYS
 
 if TYPE_CHECKING:
     from torch import Tensor

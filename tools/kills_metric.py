@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchditan.evaluation.metric import MetricOfAllPictures
+from torchditan.extras.evaluation.metric import MetricOfAllPictures
 
 
 class Brightness(MetricOfAllPictures):

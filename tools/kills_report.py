@@ -16,7 +16,7 @@ from kills_attempts import MISSED, PHASES
 from kills_checks import ELASTIC_TOLERANCE
 from kills_plans import TARGETS, VARIANTS
 
-from torchditan.config.errors import option_error
+from torchditan.errors import option_error
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 

@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 __all__ = ["load", "train"]
 
 if TYPE_CHECKING:
+    from torchditan.extras.weights.trained_model import load
     from torchditan.training import train
-    from torchditan.weights.trained_model import load
 else:
 
     def __getattr__(name: str) -> object:
@@ -23,7 +23,7 @@ else:
 
             limit_spinning()  # before torch, which follows now
         if name == "load":
-            from torchditan.weights.trained_model import load
+            from torchditan.extras.weights.trained_model import load
 
             return load
         if name == "train":

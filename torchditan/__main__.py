@@ -52,7 +52,7 @@ def main() -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        from torchditan.config.errors import did_you_mean
+        from torchditan.errors import did_you_mean
 
         hint = did_you_mean(name, COMMANDS) or f"; must be one of {', '.join(COMMANDS)}"
         print(f"error: {name} is not a command{hint}", file=sys.stderr)

@@ -16,13 +16,13 @@ from torchditan.data_stream.order import BatchPlan
 from torchditan.distributed.cpu_threads import changed_threads
 from torchditan.distributed.parallelize import compile_advice
 from torchditan.distributed.precision import precision_advice
-from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.job.description import describe_data, describe_memory
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
 from torchditan.periodic_tasks import PeriodicTasks
 from torchditan.registry import FAMILIES
 from torchditan.run.metrics import CONSOLE_COLUMNS
+from torchditan.sampling.validation import BIN_KEYS
 
 _NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
 

@@ -21,19 +21,19 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
-from torchditan.config.errors import option_error
 from torchditan.diffusion.objectives import uniform_objective, validation_objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
-from torchditan.evaluation.drawing import Drawing
-from torchditan.evaluation.sample_grids import Grids
-from torchditan.evaluation.sampler import Sampler
-from torchditan.evaluation.validation import BIN_KEYS, validation_losses
+from torchditan.errors import option_error
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.optim.meters import Meter, build_meters, measuring
 from torchditan.run.directory import UNREADABLE_FILE
 from torchditan.run.metrics import ALL_KEYS, MetricsLogger
+from torchditan.sampling.drawing import Drawing
+from torchditan.sampling.sample_grids import Grids
+from torchditan.sampling.sampler import Sampler
+from torchditan.sampling.validation import BIN_KEYS, validation_losses
 from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:

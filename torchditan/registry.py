@@ -15,6 +15,8 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from torchditan.errors import ConfigError, did_you_mean, first_line, option_error
+
 
 class Registry(dict[str, str]):
     """name -> "module:name", or the class or function itself.
@@ -77,43 +79,44 @@ SAMPLERS = Registry(
 )
 """`sampling.sampler`: subclasses of `torchditan.diffusion.samplers.Sampler`."""
 
-CONTEXT_PARALLEL = "torchditan.distributed.context_parallel"
-"""The module for `training.context_parallel_degree` above 1."""
+JOB_PARTS = {
+    "model.name": "torchditan.extras.published:build_published_spec",  # of a published model
+    "model.text": "torchditan.extras.captions.dataset:open_captions",
+    "autoencoder.name": "torchditan.extras.latents.latent_space:build_sample_space",
+    "training.batch_size": "torchditan.extras.ablation.autotune:resolve_batch_size",  # of "auto"
+    "training.context_parallel_degree": "torchditan.distributed.context_parallel:option_mistakes",
+    "checkpoint.initial_load_path": "torchditan.extras.weights.initial:load_initial_weights",
+    "lora.rank": "torchditan.extras.weights.initial:identity_of",  # of the LoRA that a run starts from
+    "evaluation.freq": "torchditan.extras.evaluation.during_training:TrainingEvaluation",
+    "metrics.log_freq": "torchditan.extras.planner.plan:plan_run",  # for the first lines of a run
+}
+"""Option -> what a job calls if it is set. With the plug-ins in the tables below, it is the only link from the core
+to `extras/`."""
 
-OPEN_DATASET = "torchditan.datasets:build_dataset"
-OPEN_CAPTIONS = "torchditan.finetune.captions.dataset:open_captions"
-OPEN_LATENTS = "torchditan.latents.latent_space:build_sample_space"
-"""The functions that open the data of a job (job/prepare.py)."""
 
-ENCODE_PROMPTS = "torchditan.finetune.captions.dataset:rows_of_prompts"
-"""What encodes texts for a trained model of captions."""
+def job_part(option: str) -> Any:
+    """Import the function of `JOB_PARTS`.
+
+    Raises:
+        ConfigError: `torchditan.extras` is not installed.
+    """
+    try:
+        return pkgutil.resolve_name(JOB_PARTS[option])
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("torchditan.extras"):
+            raise
+        raise ConfigError(f"{option}: needs torchditan.extras, which is not installed") from None
+
 
 LAUNCHERS = Registry(
     "torchditan.launchers",
     {
-        "local": "torchditan.ablation.launch:LocalLauncher",
-        "slurm": "torchditan.ablation.launch:SlurmLauncher",
+        "local": "torchditan.extras.ablation.launch:LocalLauncher",
+        "slurm": "torchditan.extras.ablation.launch:SlurmLauncher",
     },
-    base="torchditan.ablation.launch:Launcher",
+    base="torchditan.extras.ablation.launch:Launcher",
 )
-"""`--launcher` of `torchditan ablate`: subclasses of `torchditan.ablation.launch.Launcher`."""
-
-TUNE_BATCH_SIZE = "torchditan.ablation.autotune:resolve_batch_size"
-"""The search for `training.batch_size = "auto"`."""
-
-PLAN_RUN = "torchditan.planner.plan:plan_run"
-"""What estimates the memory of a job before it starts."""
-
-LOAD_INITIAL_WEIGHTS = "torchditan.weights.initial:load_initial_weights"
-INITIAL_IDENTITY = "torchditan.weights.initial:identity_of"
-"""The functions for `checkpoint.initial_load_path`: load the weights, and tell a LoRA that moved."""
-
-EVALUATION = "torchditan.evaluation.during_training:TrainingEvaluation"
-"""What measures samples during training, for `evaluation.freq`."""
-
-EXPORT_WEIGHTS = "torchditan.weights.exporting:export_model"
-OPEN_WEIGHTS = "torchditan.weights.opening:open_weights_file"
-"""The functions that write and open the final weights of a run without checkpoints (`checkpoint.save_final`)."""
+"""`--launcher` of `torchditan ablate`: subclasses of `torchditan.extras.ablation.launch.Launcher`."""
 
 BLOCKS = Registry(
     "torchditan.blocks",
@@ -167,13 +170,13 @@ ARCHITECTURES = Registry(
 FAMILIES = Registry(
     "torchditan.architectures",
     {
-        "flux": "torchditan.finetune.published.flux:Flux",
-        "sd3": "torchditan.finetune.published.sd3:SD3",
-        "sdxl": "torchditan.finetune.published.sdxl:SDXL",
-        "mochi": "torchditan.finetune.published.mochi:Mochi",
-        "hunyuan_video": "torchditan.finetune.published.hunyuan_video:HunyuanVideo",
-        "wan": "torchditan.finetune.published.wan:Wan",
-        "qwen_image": "torchditan.finetune.published.qwen_image:QwenImage",
+        "flux": "torchditan.extras.published.flux:Flux",
+        "sd3": "torchditan.extras.published.sd3:SD3",
+        "sdxl": "torchditan.extras.published.sdxl:SDXL",
+        "mochi": "torchditan.extras.published.mochi:Mochi",
+        "hunyuan_video": "torchditan.extras.published.hunyuan_video:HunyuanVideo",
+        "wan": "torchditan.extras.published.wan:Wan",
+        "qwen_image": "torchditan.extras.published.qwen_image:QwenImage",
     },
 )
 """`model.name`: families of published models, subclasses of `PublishedModel` (docs/adding_a_model.md)."""
@@ -192,10 +195,10 @@ MODELS = Registries(FAMILIES, ARCHITECTURES)
 METRICS = Registry(
     "torchditan.metrics",
     {
-        "classifier": "torchditan.evaluation.classifier:ClassifierAccuracy",
-        "effnet": "torchditan.evaluation.quality:EffNetQuality",
-        "inception": "torchditan.evaluation.quality:InceptionQuality",
-        "prompts": "torchditan.datasets.scene_prompts:ScenePrompts",
+        "classifier": "torchditan.extras.evaluation.classifier:ClassifierAccuracy",
+        "effnet": "torchditan.extras.evaluation.quality:EffNetQuality",
+        "inception": "torchditan.extras.evaluation.quality:InceptionQuality",
+        "prompts": "torchditan.extras.evaluation.scene_prompts:ScenePrompts",
     },
 )
 """`--metrics` of torchditan evaluate: classes that follow `evaluation.metric.Metric`. Subclasses of
@@ -204,14 +207,14 @@ METRICS = Registry(
 TEXT_ENCODERS = Registry(
     "torchditan.text_encoders",
     {
-        "auto": "torchditan.finetune.captions.encode:AutomaticEncoder",
-        "pipeline": "torchditan.finetune.captions.encode:PipelineEncoders",
-        "transformers": "torchditan.finetune.captions.single_encoder:SingleEncoder",
-        "wordllama": "torchditan.finetune.captions.static_embeddings:StaticEmbeddings",
+        "auto": "torchditan.extras.captions.encode:AutomaticEncoder",
+        "pipeline": "torchditan.extras.captions.encode:PipelineEncoders",
+        "transformers": "torchditan.extras.captions.single_encoder:SingleEncoder",
+        "wordllama": "torchditan.extras.captions.static_embeddings:StaticEmbeddings",
     },
-    base="torchditan.finetune.captions.encode:TextEncoder",
+    base="torchditan.extras.captions.encode:TextEncoder",
 )
-"""`text_encoder.name`: subclasses of `torchditan.finetune.captions.encode.TextEncoder`."""
+"""`text_encoder.name`: subclasses of `torchditan.extras.captions.encode.TextEncoder`."""
 
 DATASETS = Registry(
     "torchditan.datasets",
@@ -232,26 +235,28 @@ DATASETS = Registry(
 """`dataset.dataset_name`: functions `build`, as data/__init__.py describes."""
 
 AUTOENCODERS = Registry(
-    "torchditan.autoencoders",
+    "torchditan.extras.autoencoders",
     {
-        "haar": "torchditan.autoencoders.haar:open_haar",
-        "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
-        "diffusers": "torchditan.autoencoders.published:open_published",
-        **dict.fromkeys(("sd-vae", "sdxl", "sd3", "flux", "dc-ae"), "torchditan.autoencoders.published:open_published"),
-        **dict.fromkeys(("cosmos-ci8x8", "cosmos-ci16x16"), "torchditan.autoencoders.cosmos:open_cosmos"),
+        "haar": "torchditan.extras.autoencoders.haar:open_haar",
+        "cosmos": "torchditan.extras.autoencoders.cosmos:open_cosmos",
+        "diffusers": "torchditan.extras.autoencoders.published:open_published",
+        **dict.fromkeys(
+            ("sd-vae", "sdxl", "sd3", "flux", "dc-ae"), "torchditan.extras.autoencoders.published:open_published"
+        ),
+        **dict.fromkeys(("cosmos-ci8x8", "cosmos-ci16x16"), "torchditan.extras.autoencoders.cosmos:open_cosmos"),
     },
 )
-"""`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`. autoencoders/catalogue.py describes the
+"""`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`. extras/autoencoders/catalogue.py has the
 published ones."""
 
 FORMATS = Registry(
     "torchditan.formats",
     {
-        "dit": "torchditan.weights.formats.dit:convert_dit",
-        "sit": "torchditan.weights.formats.dit:convert_sit",
-        "repa": "torchditan.weights.formats.dit:convert_repa",
-        "lightningdit": "torchditan.weights.formats.lightningdit:convert",
-        "diffusers": "torchditan.weights.formats.diffusers_dit:convert",
+        "dit": "torchditan.extras.weights.formats.dit:convert_dit",
+        "sit": "torchditan.extras.weights.formats.dit:convert_sit",
+        "repa": "torchditan.extras.weights.formats.dit:convert_repa",
+        "lightningdit": "torchditan.extras.weights.formats.lightningdit:convert",
+        "diffusers": "torchditan.extras.weights.formats.diffusers_dit:convert",
     },
 )
 """`--format` of an import: functions `convert(source: Weights, **given) -> Weights` (docs/checkpoints.md)."""
@@ -282,8 +287,6 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
         ConfigError: an unknown name, a module that cannot be imported, something else than a subclass of the base, or
             text that is not `key=value`.
     """
-    from torchditan.config.errors import did_you_mean, first_line, option_error
-
     name = entry_name(text)
     options: dict[str, Any] = {}
     if ":" in name and not all(part.isidentifier() for part in re.split(r"[.:]", name)):
@@ -345,8 +348,6 @@ def build(found: Callable[..., Any], option: str, text: str, *args: Any, **optio
     Raises:
         ConfigError: it does not have one of these options.
     """
-    from torchditan.config.errors import ConfigError, first_line, option_error
-
     check_options(found, option, text, num_arguments=len(args), options=options)
     try:
         return found(*args, **options)
@@ -367,8 +368,6 @@ def check_options(
     Args:
         num_arguments: number of leading parameters that are not options.
     """
-    from torchditan.config.errors import option_error
-
     signature = inspect.signature(found)
     try:
         signature.bind(*[None] * num_arguments, **options)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import pkgutil
 import socket
 import time
 from collections.abc import Iterator
@@ -27,11 +26,10 @@ from torchditan import announcements
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, StopPoint
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
 from torchditan.data_stream.datasets import Batch, GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.workers import awaited_worker
+from torchditan.data_stream.workers import awaited_worker, end_loader_workers
 from torchditan.diffusion.objectives import split
 from torchditan.distributed.parallelize import parallelize
 from torchditan.distributed.process_group import (
@@ -40,6 +38,7 @@ from torchditan.distributed.process_group import (
     init_process_group,
     raise_on_all_ranks,
 )
+from torchditan.errors import ConfigError, option_error
 from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
 from torchditan.models.flops import count_model_flops
@@ -50,7 +49,7 @@ from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, optimiz
 from torchditan.optim.schedules import build_schedule
 from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
-from torchditan.registry import LOAD_INITIAL_WEIGHTS
+from torchditan.registry import job_part
 from torchditan.run.metrics import MetricsLogger
 from torchditan.run.profiling import Profiler
 from torchditan.run.rank_status import write_rank_status
@@ -104,6 +103,7 @@ class Trainer:
         self.resources.callback(torch.set_float32_matmul_precision, "highest")  # for what the process does after it
         self.resources.enter_context(self.stop_request)
         self.resources.callback(self.supervision.close)
+        self.resources.callback(end_loader_workers)
         self.stop_request.record = self.supervision.record_stop
         with self.recording_failures():
             if self.rank.rank == 0:
@@ -187,7 +187,7 @@ class Trainer:
         self.checkpoints = RunCheckpoints(manager, supervision=supervision, guard=self.guard)
         load_weights = None
         if (path := config.checkpoint.initial_load_path) is not None:
-            load_weights = partial(pkgutil.resolve_name(LOAD_INITIAL_WEIGHTS), self.model, path, config=config)
+            load_weights = partial(job_part("checkpoint.initial_load_path"), self.model, path, config=config)
         with supervision.reporting("reading weights"):
             source = self.checkpoints.resume(job.run_directory, ema=self.ema, load_weights=load_weights)
         notes += [] if source is None else [f"started from the {source}"]

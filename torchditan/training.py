@@ -7,13 +7,13 @@ import json
 import os
 from typing import Any
 
-from torchditan.config.errors import ConfigError, did_you_mean
 from torchditan.config.loader import load_config
 from torchditan.config.schema import options
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.errors import ConfigError, did_you_mean
+from torchditan.extras.weights.trained_model import TrainedModel, load
 from torchditan.job.prepare import prepare
 from torchditan.trainer import Trainer
-from torchditan.weights.trained_model import TrainedModel, load
 
 
 def train(

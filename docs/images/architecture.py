@@ -115,7 +115,7 @@ def imported_modules(node: ast.AST) -> Iterator[str]:
 
 
 def names_in_registry() -> set[str]:
-    """Parts that registry.py names in texts such as "torchditan.weights.initial:load_initial_weights"."""
+    """Parts that registry.py names in texts such as "torchditan.extras.weights.initial:load_initial_weights"."""
     tree = ast.parse((PACKAGE / "registry.py").read_text(encoding="utf-8"))
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return {text.split(".")[1].split(":")[0] for text in texts if text.startswith("torchditan.")}

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from stand_ins import CPU, REPOSITORY, TORCHRUN, TRAIN
 
-from torchditan.ablation import launch
-from torchditan.ablation.device import Device
-from torchditan.ablation.grid import Grid
-from torchditan.ablation.launch import LocalLauncher
-from torchditan.ablation.runner import run_grid
+from torchditan.extras.ablation import launch
+from torchditan.extras.ablation.device import Device
+from torchditan.extras.ablation.grid import Grid
+from torchditan.extras.ablation.launch import LocalLauncher
+from torchditan.extras.ablation.runner import run_grid
 
 Table = list[dict[str, Any]]
 RunHere = Callable[..., Table]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchditan.ablation.device import Device
+from torchditan.extras.ablation.device import Device
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from torchditan.ablation.__main__ import parse, show
-from torchditan.ablation.amd_summary import COLUMNS, settings_of, summary_row, write_amd_summary
-from torchditan.ablation.grid import load_grid
-from torchditan.ablation.runner import stored_grid
+from torchditan.extras.ablation.__main__ import parse, show
+from torchditan.extras.ablation.amd_summary import COLUMNS, settings_of, summary_row, write_amd_summary
+from torchditan.extras.ablation.grid import load_grid
+from torchditan.extras.ablation.runner import stored_grid
 
 FIXED = (
     "run_id run_name timestamp status git_hash git_user total_elapsed_time avg_loss std_loss avg_loss_tail "

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 from stand_ins import CPU, REPOSITORY
 
-from torchditan.ablation import autotune
-from torchditan.ablation.autotune import (
+from torchditan.config.loader import build_config, load_config
+from torchditan.config.options import Config
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation import autotune
+from torchditan.extras.ablation.autotune import (
     NothingFits,
     Trial,
     TrialStore,
@@ -24,13 +27,10 @@ from torchditan.ablation.autotune import (
     question_of,
     search,
 )
-from torchditan.ablation.grid import load_grid
-from torchditan.ablation.launch import Job, Outcome
-from torchditan.ablation.ledger import read_ledger
-from torchditan.config.errors import ConfigError
-from torchditan.config.loader import build_config, load_config
-from torchditan.config.options import Config
-from torchditan.finetune.resolutions import published_options
+from torchditan.extras.ablation.grid import load_grid
+from torchditan.extras.ablation.launch import Job, Outcome
+from torchditan.extras.ablation.ledger import read_ledger
+from torchditan.extras.published.resolutions import published_options
 from torchditan.run.reading import read_config, read_metrics
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from refusals import assert_refused
 
-from torchditan.ablation.__main__ import parse
-from torchditan.ablation.grid import as_flags, load_grid, parse_axis, run_name
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.__main__ import parse
+from torchditan.extras.ablation.grid import as_flags, load_grid, parse_axis, run_name
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -248,7 +248,7 @@ def test_a_grid_that_cannot_be_is_one_line(text: str, message: str, tmp_path: Pa
     assert message in message_of(tmp_path, text)
 
 
-COMMAND = "torchditan/ablation/__main__.py"
+COMMAND = "torchditan/extras/ablation/__main__.py"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_the_scripts_name_their_grids(name: str, tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     parallel = ["1,4", "4,1"] if name == "debug" else ["1,4", "4,1", "2,2"]
     file = REPOSITORY / "train_configs" / "ablations" / f"{name}.toml"
-    expected = ["-m", "torchditan.ablation", "run", str(file), "--axes.parallel", *parallel, "--dry-run"]
+    expected = ["-m", "torchditan.extras.ablation", "run", str(file), "--axes.parallel", *parallel, "--dry-run"]
     assert result.stdout.splitlines() == expected
     assert file.exists()
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from torchditan.ablation import ledger
-from torchditan.ablation.grid import STANDARD_AXES
-from torchditan.ablation.ledger import QUALITY, columns, measure, read_ledger, write_ledger
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation import ledger
+from torchditan.extras.ablation.grid import STANDARD_AXES
+from torchditan.extras.ablation.ledger import QUALITY, columns, measure, read_ledger, write_ledger
 
 AXES = ("training.batch_size", "optimizer.lr", "dataset.image_size")
 

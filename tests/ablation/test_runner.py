@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stand_ins import CPU, REPOSITORY
 
-from torchditan.ablation.device import Device
-from torchditan.ablation.grid import Grid, load_grid
-from torchditan.ablation.launch import Job, LocalLauncher, SlurmLauncher, execute, judge, processes_of
-from torchditan.ablation.ledger import read_ledger
-from torchditan.ablation.maker import Maker
-from torchditan.ablation.runner import run_grid
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.device import Device
+from torchditan.extras.ablation.grid import Grid, load_grid
+from torchditan.extras.ablation.launch import Job, LocalLauncher, SlurmLauncher, execute, judge, processes_of
+from torchditan.extras.ablation.ledger import read_ledger
+from torchditan.extras.ablation.maker import Maker
+from torchditan.extras.ablation.runner import run_grid
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.exit_status import verdict_of
 
@@ -203,12 +203,12 @@ def test_a_grid_json_of_other_types_is_refused(change: dict[str, Any], run_here:
 RUNNER = """
     import io, sys
     from pathlib import Path
-    from torchditan.ablation import launch
-    from torchditan.ablation.device import Device
+    from torchditan.extras.ablation import launch
+    from torchditan.extras.ablation.device import Device
     from stand_ins import CPU
     from test_runner import small_grid
-    from torchditan.ablation.runner import run_grid
-    from torchditan.config.errors import ConfigError
+    from torchditan.extras.ablation.runner import run_grid
+    from torchditan.errors import ConfigError
     folder = Path(sys.argv[1])
     launch.TORCHRUN = (sys.executable, str(folder / "torchrun.py"))
     Device.here = lambda: CPU
@@ -519,7 +519,7 @@ def real_runs(grid: Grid, folder: Path) -> Table:
 
 
 def test_a_launch_that_cannot_start_is_a_row_like_any_other(run_here: RunHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchditan.ablation.launch.TORCHRUN", ("no-such-program",))
+    monkeypatch.setattr("torchditan.extras.ablation.launch.TORCHRUN", ("no-such-program",))
     rows = run_here(small_grid())
     assert statuses(rows) == [(8, "error"), (16, "error")]
     assert "no-such-program" in rows[0]["reason"]

@@ -21,11 +21,11 @@ from huggingface_hub import errors
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
-from torchditan.autoencoders import Autoencoder, kind_of, open_autoencoder
-from torchditan.autoencoders.catalogue import PUBLISHED
-from torchditan.autoencoders.cosmos import CosmosAutoencoder
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Autoencoder as AutoencoderConfig
+from torchditan.errors import ConfigError
+from torchditan.extras.autoencoders import Autoencoder, kind_of, open_autoencoder
+from torchditan.extras.autoencoders.catalogue import PUBLISHED
+from torchditan.extras.autoencoders.cosmos import CosmosAutoencoder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -735,7 +735,7 @@ def test_offline_opens_what_was_fetched_before(offline_cache: Path, cosmos: Call
 def test_the_hub_is_asked_in_a_process_that_imported_nothing_of_it(tmp_path: Path) -> None:
     code = (
         "import torch; from torchditan.config.options import Autoencoder\n"
-        "from torchditan.autoencoders import open_autoencoder\n"
+        "from torchditan.extras.autoencoders import open_autoencoder\n"
         "open_autoencoder(Autoencoder(name='cosmos-ci8x8'), device=torch.device('cpu'))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchditan import load
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -52,7 +52,7 @@ def latents(run_script: RunScript) -> Path:
     return Path("latents/train")
 
 
-@pytest.mark.parametrize("name", ["cosmos", "torchditan.autoencoders.cosmos:open_cosmos"])
+@pytest.mark.parametrize("name", ["cosmos", "torchditan.extras.autoencoders.cosmos:open_cosmos"])
 def test_torchscript_runs_only_if_the_user_names_it(latents: Path, name: str, run_script: RunScript) -> None:
     Path("hostile").mkdir()
     for file in ("encoder.jit", "decoder.jit"):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS, from_dict, load_config, to_dict, to_toml
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
 from torchditan.config.reference import reference
 from torchditan.config.rules import missing_for_effect
 from torchditan.config.schema import options
 from torchditan.config.trajectory import trajectory
+from torchditan.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

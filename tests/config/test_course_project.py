@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from torchditan.ablation.grid import load_grid
-from torchditan.config.errors import ConfigError
 from torchditan.config.legacy_keys import FLAVORS
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.grid import load_grid
 from torchditan.models import build_model_spec
 from torchditan.models.dit import LLAMA3_FLAVORS
 from torchditan.run.reading import read_config, read_metrics

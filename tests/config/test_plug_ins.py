@@ -12,11 +12,11 @@ import pytest
 from refusals import refused
 
 import torchditan
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, LRScheduler, Model, Training
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Euler
+from torchditan.errors import ConfigError
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.optim.meters import Meter
 from torchditan.optim.schedules import Schedule

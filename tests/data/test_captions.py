@@ -17,12 +17,12 @@ import torch
 from made_files import Files, greys, picture, write, write_tar
 from PIL import Image
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Dataset
 from torchditan.config.rules import validate
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import DATASETS, build_dataset
 from torchditan.datasets.buckets import bucket_sizes, nearest_bucket
+from torchditan.errors import ConfigError
 
 encode = functools.partial(picture, size=(8, 8))
 

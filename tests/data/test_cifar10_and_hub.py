@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset
+from torchditan.errors import ConfigError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
 LABELS = [3, 0, 9, 1, 1, 7, 2]

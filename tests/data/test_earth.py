@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
+from torchditan.errors import ConfigError
 
 
 @functools.cache

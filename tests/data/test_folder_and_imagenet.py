@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
 from torchditan.datasets.file_check import damage_of
+from torchditan.errors import ConfigError
 
 
 def write_image(path: Path, grey: int = 0) -> None:

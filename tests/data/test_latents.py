@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from torchditan.autoencoders.haar import HaarAutoencoder
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import BatchedDataset, ImageDataset
+from torchditan.data_stream.latent_shards import to_sample
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import build_dataset
-from torchditan.latents.encoding import describe_encoding
-from torchditan.latents.shards import to_sample
-from torchditan.latents.writer import LatentWriter, Shard
+from torchditan.errors import ConfigError
+from torchditan.extras.autoencoders.haar import HaarAutoencoder
+from torchditan.extras.latents.encoding import describe_encoding
+from torchditan.extras.latents.writer import LatentWriter, Shard
 
 NUM = {"train": 9, "validation": 5}
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from torchditan.config.errors import as_unicode, printable
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
+from torchditan.errors import as_unicode, printable
 from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:

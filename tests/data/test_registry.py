@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import (
     REQUIRED,
@@ -27,6 +26,7 @@ from torchditan.data_stream.datasets import (
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import DATASETS, build_dataset
+from torchditan.errors import ConfigError
 
 
 def refuse(message: str, *, input_channels: int | None = None, **options: Any) -> None:

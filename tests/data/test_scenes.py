@@ -31,8 +31,8 @@ from torchditan.datasets.scenes import (
     coverage,
 )
 from torchditan.distributed.process_group import Rank
-from torchditan.finetune.captions.dataset import open_captions
-from torchditan.finetune.captions.encode import find_text_encoder
+from torchditan.extras.captions.dataset import open_captions
+from torchditan.extras.captions.encode import find_text_encoder
 from torchditan.registry import TEXT_ENCODERS
 
 CPU = torch.device("cpu")
@@ -250,7 +250,7 @@ def test_the_longest_caption_fits_into_the_shipped_configuration(tmp_path: Path)
 def test_what_needs_an_end_is_refused(
     flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchditan.finetune.captions.static_embeddings import StaticEmbeddings
+    from torchditan.extras.captions.static_embeddings import StaticEmbeddings
 
     pytest.importorskip("wordllama")
     monkeypatch.setitem(TEXT_ENCODERS, "slow", type("Slow", (StaticEmbeddings,), {"is_lookup": False}))

@@ -15,11 +15,11 @@ import pytest
 from made_files import Files, picture, tar, write
 from refusals import refused
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
 from torchditan.datasets.images import HOW_TO_READ
 from torchditan.datasets.splits import part_of, part_of_file
+from torchditan.errors import ConfigError
 
 
 def parquet(greys: list[int], *, captions: Any = None) -> bytes:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchditan.config.errors import ConfigError
 from torchditan.data_stream.datasets import Batch, CorruptImageError, ImageDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.streamed import SequentialStream
 from torchditan.data_stream.workers import end_loader_workers
+from torchditan.errors import ConfigError
 from torchditan.randomness import draw
 
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Sampling
 from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood
 from torchditan.diffusion.noise_schedules import spaced_levels
 from torchditan.diffusion.samplers import guided_prediction
-from torchditan.evaluation.drawing import Drawing, SampleRows
-from torchditan.evaluation.sampler import Sampler
+from torchditan.errors import ConfigError
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import Randomness
+from torchditan.sampling.drawing import Drawing, SampleRows
+from torchditan.sampling.sampler import Sampler
 
 PREDICTIONS = ("epsilon", "v", "x")
 SCHEDULES = ("linear", "cosine", "scaled_linear")

@@ -10,12 +10,12 @@ import torch
 from solving import solve
 from torch import nn
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.samplers import Velocity, guided_prediction
 from torchditan.diffusion.timesteps import Timesteps, shift_timesteps
+from torchditan.errors import ConfigError
 from torchditan.models import ClassLabels, Unconditional, build_model_spec
 from torchditan.randomness import Randomness, draw
 from torchditan.registry import SAMPLERS, registered

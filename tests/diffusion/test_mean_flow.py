@@ -21,11 +21,11 @@ from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.mean_flow import GUIDANCE, HEAD, INTERVAL, MeanFlow
 from torchditan.diffusion.objectives import build_objective, split
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.evaluation.sampler import Sampler
 from torchditan.models import ClassLabels, ModelSpec, Unconditional, build_model_spec, scalars_of
 from torchditan.models.dit import DiT, DiTConfig
 from torchditan.models.flops import count_model_flops
 from torchditan.randomness import Randomness, draw
+from torchditan.sampling.sampler import Sampler
 
 MEAN, STD = 1.5, 0.4
 

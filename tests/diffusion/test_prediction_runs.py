@@ -11,8 +11,8 @@ import pytest
 from refusals import assert_refused
 from tiny_runs import KEEP, assert_same_state, job
 
+from torchditan.extras.weights.trained_model import load
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.weights.trained_model import load
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript, Train

@@ -18,8 +18,8 @@ from torchditan.config.options import Compile
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.compilation import compile_model
 from torchditan.distributed.context_parallel import split_tokens, split_tokens_over_ranks
+from torchditan.extras.planner.trace import DeviceKernels
 from torchditan.models.dit import Block, DiT, DiTConfig
-from torchditan.planner.trace import DeviceKernels
 from torchditan.registry import BLOCKS
 
 SIZES: dict[str, Any] = {"depth": 2, "width": 32, "num_heads": 4, "patch_size": 2, "input_channels": 3}

@@ -15,17 +15,17 @@ from apple_gpu import AppleGpu, apple_gpu
 from tiny_runs import KEEP
 
 from torchditan import load
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Float8
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.distributed.float8 import check_float8
 from torchditan.distributed.precision import precision_for
 from torchditan.distributed.process_group import Rank, check_devices
+from torchditan.errors import ConfigError
+from torchditan.extras.weights.trained_model import _device
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard, LossSpikes
 from torchditan.optim.optimizers import clip_grad_norm
 from torchditan.randomness import draw
 from torchditan.run.metrics import PeakMemory
-from torchditan.weights.trained_model import _device
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript, Train

@@ -12,7 +12,7 @@ import torch
 
 from torchditan.config.loader import load_config
 from torchditan.distributed.precision import precision_advice, precision_for
-from torchditan.planner.plan import plan_run
+from torchditan.extras.planner.plan import plan_run
 
 if TYPE_CHECKING:
     from tests.conftest import Train

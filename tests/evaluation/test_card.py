@@ -25,7 +25,7 @@ from torchditan.config.trajectory import trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.evaluation.card import (
+from torchditan.extras.evaluation.card import (
     Card,
     ImageSet,
     about_run,
@@ -36,18 +36,18 @@ from torchditan.evaluation.card import (
     read_card,
     settings_of,
 )
-from torchditan.evaluation.card_tables import (
+from torchditan.extras.evaluation.card_tables import (
     markdown,
     ordered_names,
     rounded,
     table,
     write_card,
 )
-from torchditan.evaluation.drawing import Drawing, SampleRows, sampling_settings
-from torchditan.evaluation.metric import Figure
-from torchditan.evaluation.sampler import Sampler
+from torchditan.extras.evaluation.metric import Figure
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
 from torchditan.run.reading import read_config
+from torchditan.sampling.drawing import Drawing, SampleRows, sampling_settings
+from torchditan.sampling.sampler import Sampler
 
 # Files
 
@@ -70,7 +70,7 @@ def test_card_json_marks_a_card_that_was_written_completely(tmp_path: Path) -> N
 
 
 def test_reading_cards_needs_no_torch() -> None:
-    code = "import sys, torchditan.evaluation.card_tables; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchditan.extras.evaluation.card_tables; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from refusals import refused
 
-from torchditan.evaluation.classifier import ClassifierAccuracy, train_classifier
-from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
+from torchditan.extras.evaluation.classifier import ClassifierAccuracy, train_classifier
+from torchditan.extras.evaluation.metric import Evaluation, Figure, Pictures, Source
 
 
 @pytest.mark.parametrize("missing", ["train", "held_out"])

@@ -12,8 +12,8 @@ import torch
 from references import run_reference
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation.distances import (
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation.distances import (
     FeatureStatistics,
     Gaussian,
     frechet_distance,

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from torchditan.config import options
 from torchditan.distributed.parallelize import parallelize
-from torchditan.evaluation.drawing import Drawing, SampleRows, order_of_classes
-from torchditan.evaluation.metric import Pictures
-from torchditan.evaluation.sample_parts import SampleParts, draw_pictures
+from torchditan.extras.evaluation.metric import Pictures
+from torchditan.extras.evaluation.sample_parts import SampleParts, draw_pictures
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.models import build_model_spec
+from torchditan.sampling.drawing import Drawing, SampleRows, order_of_classes
 from torchditan.supervision.exit_status import verdict_of
-from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed

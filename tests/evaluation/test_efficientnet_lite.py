@@ -12,8 +12,8 @@ import torch
 from references import run_reference
 from sklearn.datasets import load_sample_image
 
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation.efficientnet_lite import (
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation.efficientnet_lite import (
     FILE_NAME,
     PACKAGE,
     EfficientNetLite0,

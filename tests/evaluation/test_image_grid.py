@@ -15,8 +15,8 @@ from PIL.PngImagePlugin import PngInfo
 from refusals import refused
 
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
-from torchditan.evaluation.grid_picture import LAYOUT_KEY, _can_draw, _font, add_to_steps, read_cells, save_grid
-from torchditan.evaluation.sample_grids import real_samples
+from torchditan.sampling.grid_picture import LAYOUT_KEY, _can_draw, _font, add_to_steps, read_cells, save_grid
+from torchditan.sampling.sample_grids import real_samples
 
 
 def colors(path):

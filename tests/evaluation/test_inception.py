@@ -10,9 +10,9 @@ import pytest
 import torch
 from references import run_reference
 
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation import inception
-from torchditan.evaluation.inception import FILE_NAME, Inception2015, load_inception, resize_tensorflow_1
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation import inception
+from torchditan.extras.evaluation.inception import FILE_NAME, Inception2015, load_inception, resize_tensorflow_1
 
 TORCH_FIDELITY = """
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3

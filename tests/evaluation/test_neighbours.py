@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation import neighbours
-from torchditan.evaluation.neighbours import (
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation import neighbours
+from torchditan.extras.evaluation.neighbours import (
     compare_with_halves,
     nearest_distances,
     share_closer,

@@ -18,14 +18,14 @@ from refusals import assert_refused, refused
 from scipy import ndimage
 
 from torchditan.config.options import Sampling
-from torchditan.datasets.scene_prompts import ATTRIBUTES, NO_SHAPE, ScenePrompts, read_objects, score
 from torchditan.datasets.scenes import AREAS, COLOURS, Object, Scene, coverage, draw_objects, random_grey
-from torchditan.evaluation.card import card_figure, read_card
-from torchditan.evaluation.drawing import Drawing, SampleRows
-from torchditan.evaluation.evaluator import Evaluator
-from torchditan.evaluation.metric import Evaluation, Figure, Pictures, share
+from torchditan.extras.evaluation.card import card_figure, read_card
+from torchditan.extras.evaluation.evaluator import Evaluator
+from torchditan.extras.evaluation.metric import Evaluation, Figure, Pictures, share
+from torchditan.extras.evaluation.scene_prompts import ATTRIBUTES, NO_SHAPE, ScenePrompts, read_objects, score
 from torchditan.randomness import generator
 from torchditan.run.reading import read_metrics
+from torchditan.sampling.drawing import Drawing, SampleRows
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from pixel_quality import NUM_FEATURES, PixelNetwork, PixelQuality, random_images
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation import inception, quality
-from torchditan.evaluation.card import card_figures
-from torchditan.evaluation.card_tables import interval_text
-from torchditan.evaluation.distances import frechet_distance, gaussian_of, inception_score
-from torchditan.evaluation.efficientnet_lite import PACKAGE, open_effnet
-from torchditan.evaluation.extractors import GROUP, CachedFeatures, Extractor, Features
-from torchditan.evaluation.inception import Inception2015
-from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
-from torchditan.evaluation.neighbours import compare_with_halves
-from torchditan.evaluation.quality import InceptionQuality
-from torchditan.evaluation.sample_batches import write_images, write_reference
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation import inception, quality
+from torchditan.extras.evaluation.card import card_figures
+from torchditan.extras.evaluation.card_tables import interval_text
+from torchditan.extras.evaluation.distances import frechet_distance, gaussian_of, inception_score
+from torchditan.extras.evaluation.efficientnet_lite import PACKAGE, open_effnet
+from torchditan.extras.evaluation.extractors import GROUP, CachedFeatures, Extractor, Features
+from torchditan.extras.evaluation.inception import Inception2015
+from torchditan.extras.evaluation.metric import Evaluation, Figure, Pictures, Source
+from torchditan.extras.evaluation.neighbours import compare_with_halves
+from torchditan.extras.evaluation.quality import InceptionQuality
+from torchditan.extras.evaluation.sample_batches import write_images, write_reference
 from torchditan.registry import METRICS, registered
 
 WITHOUT_WEIGHTS = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchditan.evaluation.reconstruction import psnr, ssim, to_8_bit
+from torchditan.sampling.reconstruction import psnr, ssim, to_8_bit
 
 
 def noisy_pair(channels: int = 3, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

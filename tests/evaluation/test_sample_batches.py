@@ -12,12 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation import inception
-from torchditan.evaluation.distances import FeatureStatistics, Gaussian, frechet_distance, gaussian_of, inception_score
-from torchditan.evaluation.inception import load_inception
-from torchditan.evaluation.neighbours import compare_with_halves
-from torchditan.evaluation.sample_batches import (
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation import inception
+from torchditan.extras.evaluation.distances import (
+    FeatureStatistics,
+    Gaussian,
+    frechet_distance,
+    gaussian_of,
+    inception_score,
+)
+from torchditan.extras.evaluation.inception import load_inception
+from torchditan.extras.evaluation.neighbours import compare_with_halves
+from torchditan.extras.evaluation.sample_batches import (
     check_same_size,
     image_shape,
     read_images,

@@ -30,17 +30,17 @@ from pyarrow import parquet
 from refusals import refused
 
 from torchditan import load
-from torchditan.ablation.grid import load_grid
-from torchditan.autoencoders import open_autoencoder
 from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_manifest
 from torchditan.config.loader import load_config
 from torchditan.config.options import Autoencoder, Dataset
 from torchditan.config.prompts import read_prompts
 from torchditan.datasets import build_dataset
-from torchditan.evaluation.card import read_card
-from torchditan.evaluation.sample_batches import read_statistics
+from torchditan.extras.ablation.grid import load_grid
+from torchditan.extras.autoencoders import open_autoencoder
+from torchditan.extras.evaluation.card import read_card
+from torchditan.extras.evaluation.sample_batches import read_statistics
+from torchditan.extras.weights.importing import import_weights
 from torchditan.run.reading import read_metrics, read_status
-from torchditan.weights.importing import import_weights
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunScript

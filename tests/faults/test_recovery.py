@@ -312,7 +312,7 @@ WITH_TASKS = [
 ]
 TASKS = {
     "validation": "torchditan.periodic_tasks.validation_losses",
-    "sampling": "torchditan.evaluation.sampler.Sampler.draw_all",
+    "sampling": "torchditan.sampling.sampler.Sampler.draw_all",
     "evaluation": "kills_metric.Brightness.compute",
 }
 
@@ -451,7 +451,7 @@ sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 from torchditan.commands import train
 from torchditan.supervision.exit_status import run_job
-from torchditan.weights import exporting
+from torchditan.extras.weights import exporting
 
 def fail(path, entries, metadata):
     entries[0].read()

@@ -12,8 +12,8 @@ import pytest
 import tiny_runs
 from refusals import refused
 
-from torchditan.config.errors import ConfigError, has_secret, option_error, printable
 from torchditan.config.loader import load_config
+from torchditan.errors import ConfigError, has_secret, option_error, printable
 from torchditan.registry import METRICS
 
 if TYPE_CHECKING:

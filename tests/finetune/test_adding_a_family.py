@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import torchditan.finetune.published
+import torchditan.extras.published
 from torchditan import registry
-from torchditan.ablation.grid import as_flags
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.finetune.resolutions import published_options, resolution_of
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.grid import as_flags
+from torchditan.extras.published.resolutions import published_options, resolution_of
 from torchditan.models import model_spec_of
 from torchditan.run.reading import read_metrics
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from tests.conftest import RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODULE = "torchditan.finetune.published.my_family"
+MODULE = "torchditan.extras.published.my_family"
 
 
 @pytest.fixture
 def my_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The guide's example under another name, in a folder outside the repository, and its line."""
-    code = (REPOSITORY / "torchditan/finetune/published/qwen_image.py").read_text(encoding="utf-8")
+    code = (REPOSITORY / "torchditan/extras/published/qwen_image.py").read_text(encoding="utf-8")
     for old, new in (
         ('"qwen_image"', '"my_family"'),
         ("class QwenImage(", "class MyFamily("),
@@ -42,7 +42,7 @@ def my_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         code = code.replace(old, new)
     (tmp_path / "added").mkdir()
     (tmp_path / "added/my_family.py").write_text(code, encoding="utf-8")
-    package = torchditan.finetune.published
+    package = torchditan.extras.published
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / "added")])
     monkeypatch.setitem(registry.FAMILIES, "my_family", f"{MODULE}:MyFamily")
     yield

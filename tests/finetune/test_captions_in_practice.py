@@ -28,17 +28,17 @@ from torchditan.config.rules import missing_for_effect
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.card import read_card
-from torchditan.evaluation.drawing import SampleRows
-from torchditan.evaluation.evaluator import Evaluator
-from torchditan.evaluation.grid_picture import read_cells
-from torchditan.evaluation.metric import MetricOfAllPictures
-from torchditan.finetune.captions.dataset import CachedCaptions, encode_prompts, open_captions
-from torchditan.finetune.captions.encode import find_text_encoder
-from torchditan.finetune.captions.tokens import describe_tokens
+from torchditan.extras.captions.dataset import CachedCaptions, encode_prompts, open_captions
+from torchditan.extras.captions.encode import find_text_encoder
+from torchditan.extras.captions.tokens import describe_tokens
+from torchditan.extras.evaluation.card import read_card
+from torchditan.extras.evaluation.evaluator import Evaluator
+from torchditan.extras.evaluation.metric import MetricOfAllPictures
+from torchditan.extras.weights.trained_model import load
 from torchditan.models.spec import TensorSpec, TextEmbeddings
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.weights.trained_model import load
+from torchditan.sampling.drawing import SampleRows
+from torchditan.sampling.grid_picture import read_cells
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -106,7 +106,7 @@ def test_pixels_of_few_images_are_decoded_once(tmp_path: Path, monkeypatch: pyte
     (data / "b.png").unlink()
     assert torch.equal(dataset[1]["sample"], first[1]) and not torch.equal(*first)
 
-    monkeypatch.setattr("torchditan.finetune.captions.dataset._KEPT_BYTES", 2 * first[0].nbytes - 1)
+    monkeypatch.setattr("torchditan.extras.captions.dataset._KEPT_BYTES", 2 * first[0].nbytes - 1)
     write(data, {"a.png": {"text": "a"}, "b.png": {"text": "b"}})
     large = opened(load_config(flags_for(data)))
     assert torch.equal(large[1]["sample"], first[1])

@@ -20,9 +20,9 @@ import tiny_pipelines
 from refusals import refused
 
 from torchditan import load
-from torchditan.finetune.published.flux import pack, unpack
+from torchditan.extras.published.flux import pack, unpack
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.randomness import normal
-from torchditan.weights.trained_model import TrainedModel
 
 CPU = torch.device("cpu")
 COLOURS = {

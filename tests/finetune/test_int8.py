@@ -15,8 +15,8 @@ pytest.importorskip("peft")
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.finetune.int8 import Int8Linear, base_names, fill_parameter, quantize_base
-from torchditan.finetune.lora import add_lora, init_lora, lora_parameters
+from torchditan.extras.published.int8 import Int8Linear, base_names, fill_parameter, quantize_base
+from torchditan.extras.published.lora import add_lora, init_lora, lora_parameters
 
 TARGETS = ["to_q", "to_v", "attn.to_out.0", "ff.net.2"]
 

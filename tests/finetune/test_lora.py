@@ -21,10 +21,10 @@ pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
-from torchditan.config.errors import ConfigError
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
-from torchditan.finetune.int8 import base_names, fill_parameter, quantize_base
-from torchditan.finetune.lora import (
+from torchditan.errors import ConfigError
+from torchditan.extras.published.int8 import base_names, fill_parameter, quantize_base
+from torchditan.extras.published.lora import (
     ASSISTANT,
     active_adapters,
     active_only,
@@ -36,7 +36,7 @@ from torchditan.finetune.lora import (
     lora_parameters,
     without_assistant,
 )
-from torchditan.finetune.lora_export import export_lora
+from torchditan.extras.weights.lora_export import export_lora
 
 FAMILIES = [(tiny_flux, flux_inputs), (tiny_sd3, sd3_inputs)]
 

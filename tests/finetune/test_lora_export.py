@@ -22,12 +22,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
-from torchditan.config.errors import ConfigError
-from torchditan.finetune.lora import add_lora, find_target_modules, load_assistant, lora_parameters
-from torchditan.finetune.lora_export import export_lora
-from torchditan.finetune.lora_layers import original_layer
-from torchditan.finetune.published import family
-from torchditan.finetune.published.base import build_transformer
+from torchditan.errors import ConfigError
+from torchditan.extras.published import family
+from torchditan.extras.published.base import build_transformer
+from torchditan.extras.published.lora import add_lora, find_target_modules, load_assistant, lora_parameters
+from torchditan.extras.published.lora_layers import original_layer
+from torchditan.extras.weights.lora_export import export_lora
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

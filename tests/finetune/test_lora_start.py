@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from test_whole_path import assert_same, drawn, job, opened
 
 from torchditan.config.trajectory import INITIAL_WEIGHTS, differences
+from torchditan.extras.weights.initial import identity_of
 from torchditan.run.reading import read_metrics
-from torchditan.weights.initial import identity_of
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("diffusers")
 
-from torchditan.finetune.published import mochi
-from torchditan.finetune.published.mochi import attend_by_sequences, attend_with_mask
+from torchditan.extras.published import mochi
+from torchditan.extras.published.mochi import attend_by_sequences, attend_with_mask
 
 
 class Kernel:

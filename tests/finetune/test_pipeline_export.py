@@ -25,7 +25,7 @@ from test_finetune import flags as job_of_captions
 from test_finetune import write_balls
 from test_whole_path import assert_same, job, opened, random_condition
 
-from torchditan.finetune.published import family
+from torchditan.extras.published import family
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript
@@ -229,7 +229,7 @@ def test_a_full_disk_leaves_no_folder(
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchditan.finetune.pipeline_export.write_weights", fail)
+    monkeypatch.setattr("torchditan.extras.weights.pipeline_export.write_weights", fail)
     outcome = export(flux_alone, tmp_path / "out")
     assert outcome.code == 2 and "No space left on device" in outcome.err
     assert list(tmp_path.iterdir()) == []

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Model
-from torchditan.finetune.published import family
+from torchditan.errors import ConfigError
+from torchditan.extras.published import family
 from torchditan.models import build_model_spec
 from torchditan.models.flops import count_model_flops
 from torchditan.models.spec import ModelSpec

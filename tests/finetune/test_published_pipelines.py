@@ -14,9 +14,9 @@ from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.finetune.published import family
-from torchditan.finetune.published.flux import pack, unpack
-from torchditan.finetune.published.wan import first_frame_condition
+from torchditan.extras.published import family
+from torchditan.extras.published.flux import pack, unpack
+from torchditan.extras.published.wan import first_frame_condition
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")

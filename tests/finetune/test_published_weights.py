@@ -11,8 +11,8 @@ import pytest
 import torch
 from debugmodels import MODELS, built, inputs_of, pristine, spec_of
 
-from torchditan.config.errors import ConfigError
-from torchditan.finetune.published import family
+from torchditan.errors import ConfigError
+from torchditan.extras.published import family
 
 pytest.importorskip("diffusers")
 safetensors = pytest.importorskip("safetensors.torch")

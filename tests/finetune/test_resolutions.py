@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.ablation.grid import load_grid
-from torchditan.ablation.ledger import column_type, columns
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
 from torchditan.config.options import Model, flatten
-from torchditan.finetune.resolutions import latent_channels, published_options, resolution_of, usual_resolution
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.grid import load_grid
+from torchditan.extras.ablation.ledger import column_type, columns
+from torchditan.extras.published.resolutions import latent_channels, published_options, resolution_of, usual_resolution
 from torchditan.registry import FAMILIES, registered
 
 GRID = """

@@ -20,7 +20,7 @@ import tiny_runs
 from refusals import refused
 
 from torchditan.config.loader import load_config
-from torchditan.finetune.captions.encode import find_text_encoder
+from torchditan.extras.captions.encode import find_text_encoder
 from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 
 import tiny_pipelines
 
-from torchditan.finetune.published import family
+from torchditan.extras.published import family
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -242,7 +242,7 @@ def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypat
     import huggingface_hub
 
     from torchditan.config.options import Config, TextEncoder
-    from torchditan.finetune.captions.encode import find_text_encoder
+    from torchditan.extras.captions.encode import find_text_encoder
 
     fetched = []
 

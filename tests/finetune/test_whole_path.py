@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchditan.ablation.grid import as_flags
-from torchditan.finetune.resolutions import published_options
+from torchditan.extras.ablation.grid import as_flags
+from torchditan.extras.published.resolutions import published_options
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.randomness import normal
 from torchditan.registry import FAMILIES
-from torchditan.weights.trained_model import TrainedModel
 
 pytest.importorskip("diffusers")
 
@@ -60,7 +60,7 @@ def opened(run: Path) -> TrainedModel:
 
 def drawn(trained: TrainedModel) -> torch.Tensor:
     """Samples of a random condition."""
-    from torchditan.evaluation.drawing import SampleRows
+    from torchditan.sampling.drawing import SampleRows
 
     if trained.num_classes:
         rows = SampleRows.of_classes([0, 1], class_names=["zero", "one"])

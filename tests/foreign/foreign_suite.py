@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.errors import ConfigError, option_error
 
 Replace = Callable[[ModuleType], None]
 """Puts our code into one of their test modules, before any of its tests runs."""

@@ -10,13 +10,13 @@ import pytest
 from minimal_parts import PAIRED
 from refusals import refused
 
-from torchditan.ablation.autotune import candidate_batches
 from torchditan.announcements import describe_batches
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import trajectory
 from torchditan.distributed.process_group import Rank
+from torchditan.errors import ConfigError
+from torchditan.extras.ablation.autotune import candidate_batches
 from torchditan.job.complete import StoredRun, complete_batches, keep_global_batch_size
 from torchditan.job.prepare import Job, prepare
 

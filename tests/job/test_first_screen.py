@@ -64,7 +64,7 @@ def test_captions_are_shown_and_previewed_without_a_text_encoder(
     def find_text_encoder(*arguments: object, **options: object) -> None:
         raise AssertionError("a preview encodes nothing")
 
-    monkeypatch.setattr("torchditan.finetune.captions.dataset.find_text_encoder", find_text_encoder)
+    monkeypatch.setattr("torchditan.extras.captions.dataset.find_text_encoder", find_text_encoder)
     (photos / "Train/cat/00.txt").write_text("a cat")
     (photos / "Train/notes.txt").unlink()
     data = ["--dataset.dataset_name=captions", "--dataset.upscale", "--dataset.trigger_word=sks"]

@@ -12,8 +12,8 @@ import pytest
 import tiny_runs
 
 from torchditan import trainer
-from torchditan.config.errors import ConfigError
 from torchditan.distributed.process_group import Rank
+from torchditan.errors import ConfigError
 from torchditan.run.directory import RunDirectory
 
 if TYPE_CHECKING:

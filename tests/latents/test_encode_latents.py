@@ -24,18 +24,18 @@ from refusals import assert_refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.haar import HaarAutoencoder
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import read_toml
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.data_stream.latent_index import LatentIndex, read_index
+from torchditan.data_stream.latent_shards import LatentShards, to_sample, verify
 from torchditan.datasets.folder import ImageFolder
 from torchditan.distributed.process_group import Rank
-from torchditan.latents import writer as latent_writer
-from torchditan.latents.encoding import describe_encoding, encode
-from torchditan.latents.index import LatentIndex, read_index
-from torchditan.latents.shards import LatentShards, to_sample, verify
-from torchditan.latents.writer import LatentWriter, shard_file
+from torchditan.errors import ConfigError
+from torchditan.extras.autoencoders.autoencoder import Autoencoder
+from torchditan.extras.autoencoders.haar import HaarAutoencoder
+from torchditan.extras.latents import writer as latent_writer
+from torchditan.extras.latents.encoding import describe_encoding, encode
+from torchditan.extras.latents.writer import LatentWriter, shard_file
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed, RunScript

@@ -20,11 +20,11 @@ import torch
 from refusals import refused
 from safetensors.torch import load, save, save_file
 
-from torchditan.config.errors import ConfigError
-from torchditan.latents import index as latent_index
-from torchditan.latents.index import Encoding, LatentIndex, index_to_json
-from torchditan.latents.shards import LatentShards, to_sample, verify
-from torchditan.latents.writer import LatentWriter, Shard, shard_file
+from torchditan.data_stream.latent_index import Encoding, LatentIndex, index_to_json
+from torchditan.data_stream.latent_shards import LatentShards, to_sample, verify
+from torchditan.errors import ConfigError
+from torchditan.extras.latents import index as latent_index
+from torchditan.extras.latents.writer import LatentWriter, Shard, shard_file
 
 SHAPE = (4, 2, 3)
 ENCODING = Encoding(

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 from torchditan import load
 from torchditan.config import options
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation.during_training import TrainingEvaluation
-from torchditan.evaluation.grid_picture import save_grid
-from torchditan.latents import latent_space
-from torchditan.latents.latent_space import build_sample_space
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation.during_training import TrainingEvaluation
+from torchditan.extras.latents import latent_space
+from torchditan.extras.latents.latent_space import build_sample_space
 from torchditan.run.reading import read_config, read_metrics
+from torchditan.sampling.grid_picture import save_grid
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed, RunScript

@@ -19,8 +19,8 @@ from PIL import Image
 from refusals import assert_refused
 from safetensors.torch import save
 
-from torchditan.latents.encoding import denormalize
-from torchditan.latents.shards import LatentShards
+from torchditan.data_stream.latent_shards import LatentShards
+from torchditan.extras.latents.encoding import denormalize
 from torchditan.run.npy_files import read_array
 from torchditan.run.reading import read_metrics
 

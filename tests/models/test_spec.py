@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchditan import registry
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Model
+from torchditan.errors import ConfigError
 from torchditan.models import ClassLabels, Unconditional, build_dit_spec, build_model_spec
 from torchditan.models.dit import FLAVORS, PRESETS
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from random_models import random_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Compile, Config, Model
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.parallelize import parallelize
+from torchditan.errors import ConfigError
 from torchditan.job.complete import text_sizes_of
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
 from torchditan.models.dit import PRESETS, DiT, DiTConfig

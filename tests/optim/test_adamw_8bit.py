@@ -22,9 +22,9 @@ pytest.importorskip("torchao")
 
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Optimizer
 from torchditan.config.rules import validate
+from torchditan.errors import ConfigError
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
 from torchditan.run.training_progress import Progress

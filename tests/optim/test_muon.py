@@ -21,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchditan.checkpoint.loading import read_state
 from torchditan.config.loader import load_config
 from torchditan.config.options import Model, Optimizer
+from torchditan.extras.planner.memory import model_parameters, model_state
+from torchditan.extras.planner.plan import plan_run
 from torchditan.models import build_model_spec
 from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
@@ -32,8 +34,6 @@ from torchditan.optim.optimizers import (
     optimizer_flops,
     optimizer_parts,
 )
-from torchditan.planner.memory import model_parameters, model_state
-from torchditan.planner.plan import plan_run
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:

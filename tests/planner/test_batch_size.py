@@ -7,7 +7,7 @@ import pytest
 from minimal_parts import PAIRED
 
 from torchditan.config.loader import build_config
-from torchditan.planner.batch_size import MAX_BATCH_SIZE, allowed_batch_sizes, largest_that_fits
+from torchditan.extras.planner.batch_size import MAX_BATCH_SIZE, allowed_batch_sizes, largest_that_fits
 
 
 @pytest.mark.parametrize("guess", [None, 16, 501])

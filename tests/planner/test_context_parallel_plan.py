@@ -7,9 +7,9 @@ from refusals import refused
 
 from torchditan.config.loader import load_config
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.planner.alternatives import parallel_modes
-from torchditan.planner.plan import Plan, plan_run
-from torchditan.planner.plan_report import describe, recommendation
+from torchditan.extras.planner.alternatives import parallel_modes
+from torchditan.extras.planner.plan import Plan, plan_run
+from torchditan.extras.planner.plan_report import describe, recommendation
 
 LARGE = ["--dataset.dataset_name=dummy", "--dataset.image_size=256", "--model.input_channels=4"]
 LARGE += ["--dataset.num_classes=10", "--model.flavor=DiT-B", "--training.batch_size=2", "--model.patch_size=2"]

@@ -26,22 +26,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchditan.ablation.grid import as_flags
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import build_objective, split
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.finetune.resolutions import published_options
+from torchditan.extras.ablation.grid import as_flags
+from torchditan.extras.planner import plan as planner
+from torchditan.extras.planner import trace as tracing
+from torchditan.extras.planner.alternatives import alternatives, is_better
+from torchditan.extras.planner.memory import Parameters, Weight, model_parameters, model_state
+from torchditan.extras.planner.plan import largest_batch, plan_run
+from torchditan.extras.planner.recorder import StepRecorder
+from torchditan.extras.planner.trace import StepTrace, trace_blocks
+from torchditan.extras.published.resolutions import published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
-from torchditan.planner import plan as planner
-from torchditan.planner import trace as tracing
-from torchditan.planner.alternatives import alternatives, is_better
-from torchditan.planner.memory import Parameters, Weight, model_parameters, model_state
-from torchditan.planner.plan import largest_batch, plan_run
-from torchditan.planner.recorder import StepRecorder
-from torchditan.planner.trace import StepTrace, trace_blocks
 from torchditan.registry import FAMILIES, registered
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -578,7 +578,7 @@ def test_offload_keeps_the_state_off_the_device() -> None:
 def test_the_tool_prints_lower_bounds_and_recommends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchditan.planner import __main__ as plan
+    from torchditan.extras.planner import __main__ as plan
 
     arguments = ["quickstart", "--device=h100", "--num_devices=8", "--training.steps=3600000000"]
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
@@ -636,7 +636,7 @@ def test_the_tool_reports_mistakes_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from torchditan.planner import __main__ as plan
+    from torchditan.extras.planner import __main__ as plan
     from torchditan.supervision.exit_status import run_job
 
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchditan.config.loader import load_config
-from torchditan.planner.plan import plan_run
+from torchditan.extras.planner.plan import plan_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 

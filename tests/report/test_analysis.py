@@ -19,17 +19,17 @@ from ledger_rows import DEVICE, Row, row
 from PIL import Image
 from refusals import assert_refused, refused
 
-from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL
-from torchditan.ablation.ledger import write_ledger
 from torchditan.config.loader import load_config, to_dict
-from torchditan.report.data import Data
-from torchditan.report.effects import MEMORY, METRICS, MFU, THROUGHPUT, Metric
-from torchditan.report.figures import curves_figure
-from torchditan.report.grids import read_grids
-from torchditan.report.labels import MINUS
-from torchditan.report.page import Page, Section
-from torchditan.report.report import page_of, write_report
-from torchditan.report.sections import _final_losses, _panels
+from torchditan.extras.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL
+from torchditan.extras.ablation.ledger import write_ledger
+from torchditan.extras.report.data import Data
+from torchditan.extras.report.effects import MEMORY, METRICS, MFU, THROUGHPUT, Metric
+from torchditan.extras.report.figures import curves_figure
+from torchditan.extras.report.grids import read_grids
+from torchditan.extras.report.labels import MINUS
+from torchditan.extras.report.page import Page, Section
+from torchditan.extras.report.report import page_of, write_report
+from torchditan.extras.report.sections import _final_losses, _panels
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

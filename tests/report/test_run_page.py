@@ -21,9 +21,9 @@ from headless_browser import CHROMIUM, open_browser
 from PIL import Image
 from refusals import assert_refused
 
-from torchditan.evaluation.card import ImageSet
-from torchditan.evaluation.card_tables import write_card
-from torchditan.evaluation.grid_picture import save_grid
+from torchditan.extras.evaluation.card import ImageSet
+from torchditan.extras.evaluation.card_tables import write_card
+from torchditan.sampling.grid_picture import save_grid
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunScript

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 from refusals import assert_refused
 
-from torchditan.report.data import Data
-from torchditan.report.report import page_of
-from torchditan.report.runs import differing_settings, read_runs
+from torchditan.extras.report.data import Data
+from torchditan.extras.report.report import page_of
+from torchditan.extras.report.runs import differing_settings, read_runs
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

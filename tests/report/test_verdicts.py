@@ -18,14 +18,14 @@ from refusals import assert_refused
 from scipy.stats import ttest_rel
 from test_analysis import analyse, compiling, section, write_grid, write_losses
 
-from torchditan.ablation.grid import COMPILE
-from torchditan.report.data import Data
-from torchditan.report.effects import MEMORY, THROUGHPUT
-from torchditan.report.figures import PALETTE
-from torchditan.report.grids import read_grids
-from torchditan.report.page import csv_of
-from torchditan.report.report import page_of
-from torchditan.report.verdicts import LEVEL, holm, judge, paired_tests, seeds_needed, summary, verdict_text
+from torchditan.extras.ablation.grid import COMPILE
+from torchditan.extras.report.data import Data
+from torchditan.extras.report.effects import MEMORY, THROUGHPUT
+from torchditan.extras.report.figures import PALETTE
+from torchditan.extras.report.grids import read_grids
+from torchditan.extras.report.page import csv_of
+from torchditan.extras.report.report import page_of
+from torchditan.extras.report.verdicts import LEVEL, holm, judge, paired_tests, seeds_needed, summary, verdict_text
 
 if TYPE_CHECKING:
     import pandas as pd

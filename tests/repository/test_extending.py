@@ -21,17 +21,17 @@ from torch import nn
 
 from torchditan import registry
 from torchditan.checkpoint.loading import read_state
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Diffusion, Optimizer, Sampling
 from torchditan.diffusion.objectives import build_objective
+from torchditan.errors import ConfigError
+from torchditan.extras.planner.memory import Parameters, Weight, model_state
+from torchditan.extras.planner.plan import plan_run
 from torchditan.models import build_model_spec
 from torchditan.models.dit import FLAVORS
 from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.optimizers import OptimizerParts, ParameterGroup, build_optimizer, optimizer_parts
-from torchditan.planner.memory import Parameters, Weight, model_state
-from torchditan.planner.plan import plan_run
 from torchditan.randomness import draw
 from torchditan.run.reading import read_metrics
 

@@ -16,12 +16,12 @@ from extending_page import added, examples
 from refusals import assert_refused
 
 from torchditan import registry
-from torchditan.autoencoders import Autoencoder, open_autoencoder
 from torchditan.checkpoint.loading import read_state
 from torchditan.config import options
-from torchditan.config.errors import ConfigError
-from torchditan.evaluation.classifier import ClassifierAccuracy
-from torchditan.evaluation.metric import Evaluation, Pictures, Source
+from torchditan.errors import ConfigError
+from torchditan.extras.autoencoders import Autoencoder, open_autoencoder
+from torchditan.extras.evaluation.classifier import ClassifierAccuracy
+from torchditan.extras.evaluation.metric import Evaluation, Pictures, Source
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Metrics
+from torchditan.errors import ConfigError
 from torchditan.run.directory import RunDirectory
 from torchditan.run.metrics import ALWAYS_KEYS, MetricsLogger, PeakMemory, StepTimer
 from torchditan.run.reading import read_config, read_metrics

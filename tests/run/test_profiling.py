@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.options import Profiling
+from torchditan.errors import ConfigError
 from torchditan.run import profiling as profiling_module
 from torchditan.run.directory import RunDirectory
 from torchditan.run.profiling import Profiler, check_profiling

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 from torchditan.run import directory as run_directory
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_config, read_metrics, read_status

@@ -22,11 +22,11 @@ from pixel_quality import NUM_FEATURES, random_images
 from refusals import assert_refused
 
 from torchditan.data_stream.datasets import CorruptImageError
-from torchditan.evaluation.card import Card, cards_of_run, read_card
-from torchditan.evaluation.sample_batches import image_shape, write_images
-from torchditan.evaluation.sampler import Sampler
+from torchditan.extras.evaluation.card import Card, cards_of_run, read_card
+from torchditan.extras.evaluation.sample_batches import image_shape, write_images
 from torchditan.registry import METRICS
 from torchditan.run.reading import read_metrics
+from torchditan.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
@@ -249,7 +249,7 @@ def test_a_saved_reference_replaces_the_training_images(evaluate: Evaluate, tmp_
 def test_a_run_whose_data_is_gone_is_compared_with_a_file(
     evaluate: Evaluate, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchditan.config.errors import ConfigError
+    from torchditan.errors import ConfigError
 
     def gone(*args: Any, **kwargs: Any) -> None:
         raise ConfigError("dataset.root_dir: does not exist")
@@ -344,7 +344,7 @@ def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
 def test_default_metrics_leave_out_what_cannot_be_computed(
     run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchditan.evaluation import efficientnet_lite
+    from torchditan.extras.evaluation import efficientnet_lite
 
     monkeypatch.setattr(efficientnet_lite, "NUM_FEATURES", 50)  # then 80 training images are enough
     outcome = run_script(*SCRIPT, run, "--num_samples=20", "--epochs=1")
@@ -358,7 +358,7 @@ def test_default_metrics_leave_out_what_cannot_be_computed(
 
 ON_RANKS = """
 import runpy, sys
-from torchditan.evaluation.sampler import Sampler
+from torchditan.sampling.sampler import Sampler
 from torchditan.registry import METRICS
 METRICS["pixels"] = "pixel_quality:PixelQuality"
 sys.argv = sys.argv[1:]

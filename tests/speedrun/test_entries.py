@@ -12,8 +12,8 @@ import entries
 import pytest
 
 from torchditan import registry
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
+from torchditan.errors import ConfigError
 
 pytestmark = pytest.mark.nightly
 

@@ -15,7 +15,7 @@ import ladder
 import leaderboard
 import pytest
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 pytestmark = pytest.mark.nightly
 

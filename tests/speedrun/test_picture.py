@@ -17,7 +17,7 @@ from PIL import Image
 from run import Trial
 
 from torchditan.datasets.earth import Earth
-from torchditan.evaluation.drawing import order_of_classes
+from torchditan.sampling.drawing import order_of_classes
 
 pytestmark = pytest.mark.nightly
 

@@ -14,7 +14,7 @@ from typing import Any
 import entries
 import pytest
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 pytestmark = pytest.mark.nightly
 

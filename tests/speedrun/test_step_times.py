@@ -9,7 +9,7 @@ import entries
 import pytest
 import step_times
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 pytestmark = pytest.mark.nightly
 

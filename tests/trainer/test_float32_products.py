@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from torchditan.data_stream.datasets import Batch
-from torchditan.evaluation.evaluator import Evaluator
-from torchditan.evaluation.metric import Pictures
-from torchditan.latents.latent_space import decode_with
+from torchditan.extras.evaluation.evaluator import Evaluator
+from torchditan.extras.evaluation.metric import Pictures
+from torchditan.extras.latents.latent_space import decode_with
 from torchditan.periodic_tasks import StepResult
 from torchditan.randomness import Randomness
 from torchditan.run.reading import read_config

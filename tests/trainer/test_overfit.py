@@ -11,11 +11,11 @@ import torch
 from torchditan.config.options import Model, Optimizer, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.evaluation.drawing import Drawing, SampleRows
-from torchditan.evaluation.sampler import Sampler
 from torchditan.models import build_model_spec
 from torchditan.optim.optimizers import build_optimizer
 from torchditan.randomness import draw
+from torchditan.sampling.drawing import Drawing, SampleRows
+from torchditan.sampling.sampler import Sampler
 
 IMAGES, STEPS = 8, 1200
 

@@ -21,8 +21,8 @@ from minimal_parts import ALIGNED, PAIRED
 from refusals import assert_refused
 
 import torchditan
-from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.run.reading import read_config, read_metrics, read_status
+from torchditan.sampling.validation import BIN_KEYS
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunAlone, RunDistributed, RunScript
@@ -320,7 +320,7 @@ def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Pa
 
 
 def load(run: Path, weights: str, step: int | None = 20) -> dict[str, torch.Tensor]:
-    from torchditan.weights.trained_model import TrainedModel
+    from torchditan.extras.weights.trained_model import TrainedModel
 
     return TrainedModel.open(run, step=step, weights=weights, device=torch.device("cpu")).model.state_dict()
 
@@ -335,7 +335,7 @@ def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchditan.job.prepare
-    from torchditan.config.errors import ConfigError
+    from torchditan.errors import ConfigError
 
     found: list[str | None] = []
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from refusals import assert_refused
 
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import FLAVOR_NAMES, Config
+from torchditan.errors import ConfigError
 
 SECTIONS = ", ".join(vars(Config()))
 

@@ -32,8 +32,8 @@ SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.bat
 SMALL += ["--metrics.enable_sampling=false"]
 SCRIPTS = {
     "train": "train.py",
-    "ablation": "torchditan/ablation/__main__.py",
-    "plan": "torchditan/planner/__main__.py",
+    "ablation": "torchditan/extras/ablation/__main__.py",
+    "plan": "torchditan/extras/planner/__main__.py",
     "analysis": "optimization_analysis.py",
 }
 """First word of a row that is not a command of `torchditan`."""

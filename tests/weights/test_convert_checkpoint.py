@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from torchditan.checkpoint.loading import read_state
-from torchditan.config.errors import ConfigError
+from torchditan.checkpoint.safetensors_files import TensorToWrite, write_weights
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config, Model
+from torchditan.errors import ConfigError
+from torchditan.extras.weights.initial import load_initial_weights
+from torchditan.extras.weights.opening import open_weights
 from torchditan.run.reading import read_config
-from torchditan.weights.initial import load_initial_weights
-from torchditan.weights.opening import open_weights
-from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed, RunScript
@@ -677,11 +677,11 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path[:0] = [{repository!r}, {repository!r} + '/tests', {repository!r} + '/tests/weights']
-from torchditan.weights.importing import import_weights
-from torchditan.weights.safetensors_files import DTYPES
-from torchditan.weights.exporting import save_weights
-from torchditan.weights.initial import load_initial_weights
-from torchditan.weights.opening import open_weights
+from torchditan.extras.weights.importing import import_weights
+from torchditan.checkpoint.safetensors_files import DTYPES
+from torchditan.checkpoint.weights import save_weights
+from torchditan.extras.weights.initial import load_initial_weights
+from torchditan.extras.weights.opening import open_weights
 from test_convert_checkpoint import large_config, large_model
 model = large_model()
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

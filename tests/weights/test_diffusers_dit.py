@@ -23,20 +23,20 @@ pytest.importorskip("diffusers")
 import diffusers
 from random_dit import NUM_CLASSES, ddim, random_pipeline, random_transformer
 
-from torchditan.config.errors import ConfigError
+from torchditan.checkpoint.weights import Weights as Converted
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import flatten
 from torchditan.diffusion.noise_schedules import spaced_levels
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.samplers import guided_prediction
+from torchditan.errors import ConfigError
+from torchditan.extras.weights.diffusers_export import export_to_diffusers
+from torchditan.extras.weights.formats.diffusers_dit import convert
+from torchditan.extras.weights.formats.foreign_files import read_foreign_weights
+from torchditan.extras.weights.importing import import_weights
+from torchditan.extras.weights.opening import open_model
+from torchditan.extras.weights.trained_model import TrainedModel, stored_spec
 from torchditan.models.dit import NORM_EPS
-from torchditan.weights.diffusers_export import export_to_diffusers
-from torchditan.weights.formats.diffusers_dit import convert
-from torchditan.weights.formats.foreign_files import read_foreign_weights
-from torchditan.weights.importing import import_weights
-from torchditan.weights.opening import Weights as Converted
-from torchditan.weights.opening import open_model
-from torchditan.weights.trained_model import TrainedModel, stored_spec
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -483,7 +483,7 @@ def test_a_full_disk_leaves_no_folder(imported: Path, tmp_path: Path, monkeypatc
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchditan.weights.diffusers_export.write_weights", fail)
+    monkeypatch.setattr("torchditan.extras.weights.diffusers_export.write_weights", fail)
     with refused(str(tmp_path / "out"), "No space left on device"):
         export_to_diffusers(open_model(imported), tmp_path / "out", dtype=torch.float32)
     assert list(tmp_path.iterdir()) == []

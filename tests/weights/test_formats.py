@@ -19,16 +19,16 @@ from own_reading import DIT, LIGHTNINGDIT, REPA, SIT, Model, Weights, forward, r
 from refusals import refused
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError
+from torchditan.checkpoint.weights import Weights as Converted
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config
 from torchditan.diffusion.timesteps import Timesteps
+from torchditan.errors import ConfigError
+from torchditan.extras.weights.formats.dit import reverse_time
+from torchditan.extras.weights.formats.layout import read_sizes, size_options
+from torchditan.extras.weights.importing import import_weights
+from torchditan.extras.weights.trained_model import stored_spec
 from torchditan.registry import FORMATS, registered
-from torchditan.weights.formats.dit import reverse_time
-from torchditan.weights.formats.layout import read_sizes, size_options
-from torchditan.weights.importing import import_weights
-from torchditan.weights.opening import Weights as Converted
-from torchditan.weights.trained_model import stored_spec
 
 TOLERANCE = 1e-5
 TIMES = torch.tensor([0.0, 0.031, 0.25, 0.5, 0.777, 0.999])

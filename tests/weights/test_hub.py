@@ -14,7 +14,7 @@ import pytest
 import tiny_runs
 from hub_server import FakeHub
 
-from torchditan.latents.shards import LABELS_FILE
+from torchditan.data_stream.latent_shards import LABELS_FILE
 from torchditan.run.hub import split_place
 
 if TYPE_CHECKING:

@@ -36,18 +36,18 @@ from torch import Tensor
 
 from torchditan import load
 from torchditan.checkpoint.loading import read_state
+from torchditan.checkpoint.weights import Weights as Converted
 from torchditan.config.loader import load_config, read_toml
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import flatten_tree
-from torchditan.evaluation.card import about_run
-from torchditan.evaluation.card_tables import markdown
+from torchditan.extras.evaluation.card import about_run
+from torchditan.extras.evaluation.card_tables import markdown
+from torchditan.extras.weights.formats.dit import convert_repa
+from torchditan.extras.weights.formats.foreign_files import read_foreign_weights
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.randomness import normal
 from torchditan.registry import FORMATS
 from torchditan.run.reading import read_config
-from torchditan.weights.formats.dit import convert_repa
-from torchditan.weights.formats.foreign_files import read_foreign_weights
-from torchditan.weights.opening import Weights as Converted
-from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -299,7 +299,7 @@ def test_a_registered_format_is_imported(
 ) -> None:
     """A function and a line in FORMATS are enough: here for SiT under other names."""
     code = """
-        from torchditan.weights.formats.dit import convert_sit
+        from torchditan.extras.weights.formats.dit import convert_sit
 
         def convert(source, *, num_heads=None):
             renamed = {name.removeprefix("net."): value for name, value in source.tensors().items()}

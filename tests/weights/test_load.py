@@ -18,8 +18,8 @@ from random_dit import random_pipeline
 from refusals import refused
 
 from torchditan import load
-from torchditan.evaluation.grid_picture import LAYOUT_KEY, GridLayout
-from torchditan.weights.trained_model import TrainedModel
+from torchditan.extras.weights.trained_model import TrainedModel
+from torchditan.sampling.grid_picture import LAYOUT_KEY, GridLayout
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -9,8 +9,8 @@ import pytest
 import torch
 from refusals import assert_refused, refused
 
+from torchditan.extras.weights.refit_time import fit_embedder, refit_time
 from torchditan.models.dit import DiTConfig, TimestepEmbedder
-from torchditan.weights.refit_time import fit_embedder, refit_time
 
 
 def embedder(*, scale: float, largest_angle: float, frequencies: str = "dit") -> TimestepEmbedder:

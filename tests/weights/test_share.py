@@ -20,23 +20,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchditan import load
-from torchditan.config.errors import ConfigError
+from torchditan.checkpoint.weights import save_weights
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config, flatten
-from torchditan.evaluation.card import cards_of_run, read_card
-from torchditan.evaluation.card_tables import write_card
-from torchditan.evaluation.drawing import sampling_settings
-from torchditan.latents.index import read_index
-from torchditan.latents.shards import LatentShards
+from torchditan.data_stream.latent_index import read_index
+from torchditan.data_stream.latent_shards import LatentShards
+from torchditan.errors import ConfigError
+from torchditan.extras.evaluation.card import cards_of_run, read_card
+from torchditan.extras.evaluation.card_tables import write_card
+from torchditan.extras.sharing.model_card import Statements
+from torchditan.extras.sharing.share import share
+from torchditan.extras.sharing.shared_config import SHARED, shared_config
+from torchditan.extras.weights import shared
+from torchditan.extras.weights.opening import open_weights
+from torchditan.extras.weights.shared import is_shared
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.reading import read_config
-from torchditan.weights import shared
-from torchditan.weights.exporting import save_weights
-from torchditan.weights.model_card import Statements
-from torchditan.weights.opening import open_weights
-from torchditan.weights.share import share
-from torchditan.weights.shared import is_shared
-from torchditan.weights.shared_config import SHARED, shared_config
+from torchditan.sampling.drawing import sampling_settings
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunAlone, RunScript

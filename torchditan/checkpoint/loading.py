@@ -22,7 +22,7 @@ from torchditan.checkpoint.files import (
     list_checkpoints,
     step_of,
 )
-from torchditan.config.errors import ConfigError, first_line, option_error, printable
+from torchditan.errors import ConfigError, first_line, option_error, printable
 from torchditan.run.training_progress import Progress
 
 PROGRESS_FILE = "progress.json"

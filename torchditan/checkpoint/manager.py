@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pkgutil
 import shutil
 import threading
 import time
@@ -58,11 +57,11 @@ from torchditan.checkpoint.loading import (
     read_numbers,
 )
 from torchditan.checkpoint.run_state import ModelState, RunState, Snapshot
-from torchditan.config.errors import ConfigError
+from torchditan.checkpoint.weights import export_model, open_weights_file
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
-from torchditan.registry import EXPORT_WEIGHTS, OPEN_WEIGHTS
+from torchditan.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchditan.checkpoint.staging import Stager
@@ -175,9 +174,8 @@ class CheckpointManager:
         path = self._final_weights_path(progress.step)
         kind, averaged = ("raw", {}) if average is None else ("ema", average.state_dict())
         weights = {**model.state_dict(), **averaged}
-        export = pkgutil.resolve_name(EXPORT_WEIGHTS)
         self.failure = self._first_failure(
-            lambda: export(path, weights, config=self.config, progress=progress, kind=kind)
+            lambda: export_model(path, weights, config=self.config, progress=progress, kind=kind)
         )
 
     def _final_weights_path(self, step: int) -> Path:
@@ -190,7 +188,7 @@ class CheckpointManager:
         if found[0] is None:
             return False
         model, progress = cast(ModelState, self.state.tensors["model"]), self.state.progress
-        weights = pkgutil.resolve_name(OPEN_WEIGHTS)(found[0])
+        weights = open_weights_file(found[0])
         weights.check(model.model, only_trained=model.only_trained)
         weights.fill(model.model, only_trained=model.only_trained)
         progress.step, progress.images_seen = step_of(found[0]), weights.images_seen or 0

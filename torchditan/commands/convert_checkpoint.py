@@ -54,21 +54,21 @@ def export_file(argv: list[str]) -> None:
     if not is_folder:
         check_new_file(arguments.out, overwrite=arguments.overwrite)
 
+    from torchditan.checkpoint.safetensors_files import DTYPES
+    from torchditan.extras.weights.opening import open_model
     from torchditan.run.progress import report_progress
-    from torchditan.weights.opening import open_model
-    from torchditan.weights.safetensors_files import DTYPES
 
     start = time.perf_counter()
     dtype = DTYPES[arguments.dtype]
     with report_progress(f"exporting {arguments.source}"):
         weights = open_model(arguments.source, step=arguments.step, kind=arguments.weights)
         if is_folder:
-            from torchditan.weights.diffusers_export import export_to_diffusers
+            from torchditan.extras.weights.diffusers_export import export_to_diffusers
 
             exported = export_to_diffusers(weights, arguments.out, dtype=dtype)
             files = [path for path in arguments.out.rglob("*") if path.is_file()]
         else:
-            from torchditan.weights.exporting import save_weights
+            from torchditan.checkpoint.weights import save_weights
 
             save_weights(arguments.out, weights, dtype=dtype)
             files = [arguments.out]
@@ -84,9 +84,9 @@ def export_file(argv: list[str]) -> None:
 def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of `import`, and the remaining flags for the run's configuration."""
     from torchditan.config.command_line import ScriptParser, count
-    from torchditan.config.errors import option_error
+    from torchditan.errors import option_error
+    from torchditan.extras.weights.formats import IMPORT_OPTIONS
     from torchditan.registry import FORMATS
-    from torchditan.weights.formats import IMPORT_OPTIONS
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder", "sampling"))
     parser.prog = f"{parser.prog} import"
@@ -124,9 +124,9 @@ def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def import_file(argv: list[str]) -> None:
     arguments, flags = parse_import(argv)
 
+    from torchditan.extras.weights.formats import IMPORT_OPTIONS
+    from torchditan.extras.weights.importing import CONTINUE_FILE, import_weights
     from torchditan.run.progress import report_progress
-    from torchditan.weights.formats import IMPORT_OPTIONS
-    from torchditan.weights.importing import CONTINUE_FILE, import_weights
 
     path, run, values = arguments.path, arguments.run, vars(arguments)
     start = time.perf_counter()
@@ -172,7 +172,7 @@ def refit_time_of_file(argv: list[str]) -> None:
     arguments, _ = parser.parse(argv)
     out = arguments.out
     check_new_file(out, overwrite=arguments.overwrite)
-    from torchditan.weights.refit_time import refit_time
+    from torchditan.extras.weights.refit_time import refit_time
 
     with_data = not arguments.without_data
     refit = refit_time(arguments.source, out, step=arguments.step, kind=arguments.weights, with_data=with_data)

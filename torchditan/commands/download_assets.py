@@ -30,9 +30,9 @@ def parse(argv: list[str]) -> Config:
 
 def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     """(option, hub name, file patterns) of everything that is on the hub and not in a local folder."""
-    from torchditan.finetune.captions.encode import TEXT_PARTS
-    from torchditan.finetune.captions.single_encoder import FILES
-    from torchditan.finetune.published import family
+    from torchditan.extras.captions.encode import TEXT_PARTS
+    from torchditan.extras.captions.single_encoder import FILES
+    from torchditan.extras.published import family
     from torchditan.registry import FAMILIES
     from torchditan.run.hub import is_hub_name
 
@@ -59,8 +59,8 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
 
 def files_of_autoencoder(options: Autoencoder) -> tuple[str | None, list[str]]:
     """(hub name or None, its files). Exact names, since a pattern such as *.safetensors also matches other folders."""
-    from torchditan.autoencoders import cosmos, kind_of, published
-    from torchditan.autoencoders.catalogue import PUBLISHED
+    from torchditan.extras.autoencoders import cosmos, kind_of, published
+    from torchditan.extras.autoencoders.catalogue import PUBLISHED
 
     entry = PUBLISHED.get(options.name or "")
     if kind_of(options.name or "diffusers") == "cosmos":

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torchditan.autoencoders import Autoencoder
     from torchditan.config.options import Config
     from torchditan.data_stream.datasets import ImageDataset
+    from torchditan.data_stream.latent_index import LatentIndex
     from torchditan.distributed.process_group import Rank
-    from torchditan.latents.index import LatentIndex
-    from torchditan.latents.writer import LatentWriter
+    from torchditan.extras.autoencoders import Autoencoder
+    from torchditan.extras.latents.writer import LatentWriter
 
 SPLITS = ("train", "validation")
 
@@ -37,9 +37,9 @@ SPLITS = ("train", "validation")
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Arguments of this command, and the configuration from the `--dataset.*` and `--autoencoder.*` flags."""
     from torchditan.config.command_line import ScriptParser, count
-    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
     from torchditan.config.options import Config
+    from torchditan.errors import ConfigError, option_error
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument("out", type=Path, help="folder to write; the first argument")
@@ -92,7 +92,7 @@ def run_split(
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Do this rank's part of a folder with `work(report=...)`, and print the outcome. Rank 0 first calls `check`."""
-    from torchditan.config.errors import ConfigError, some
+    from torchditan.errors import ConfigError, some
     from torchditan.job.check_files import MOST_NAMED
     from torchditan.run.progress import report_progress
 
@@ -133,9 +133,9 @@ def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -
 
 def open_dataset(config: Config, *, split: Any, is_asked_for: bool, is_encoded: bool) -> ImageDataset | None:
     """One split, of images or of latents; None if the dataset lacks it and the user did not request it."""
-    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset, build_stored_latents
+    from torchditan.errors import ConfigError, option_error
 
     if config.dataset.dataset_name == "latents":
         right = "is already encoded; --convert converts the public ImageNet file to shards"
@@ -165,8 +165,8 @@ def preview(
     import torch
 
     from torchditan.data_stream.datasets import read_image
-    from torchditan.evaluation.reconstruction import SSIM_WINDOW, psnr, ssim
     from torchditan.run.progress import report_progress
+    from torchditan.sampling.reconstruction import SSIM_WINDOW, psnr, ssim
 
     ones = torch.ones(autoencoder.latent_channels)
     autoencoder.set_normalization(shift=0 * ones, scale=ones)  # latents as the encoder gives them
@@ -195,12 +195,12 @@ def preview(
 
 
 def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
-    from torchditan.autoencoders import open_autoencoder
-    from torchditan.config.errors import option_error, printable
     from torchditan.config.options import cache_folder
+    from torchditan.errors import option_error, printable
+    from torchditan.extras.autoencoders import open_autoencoder
+    from torchditan.extras.latents.encoding import as_stored, denormalize, describe_encoding, encode
+    from torchditan.extras.latents.writer import LatentWriter
     from torchditan.job.check_files import refuse_unreadable
-    from torchditan.latents.encoding import as_stored, denormalize, describe_encoding, encode
-    from torchditan.latents.writer import LatentWriter
     from torchditan.run.progress import report_progress
 
     skips_corrupt = config.dataset.corrupt_images == "skip"
@@ -272,10 +272,10 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
 
 
 def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
-    from torchditan.config.errors import option_error
-    from torchditan.latents.encoding import convert, describe_conversion
-    from torchditan.latents.shards import LatentShards
-    from torchditan.latents.writer import LatentWriter
+    from torchditan.data_stream.latent_shards import LatentShards
+    from torchditan.errors import option_error
+    from torchditan.extras.latents.encoding import convert, describe_conversion
+    from torchditan.extras.latents.writer import LatentWriter
 
     split = arguments.split or "train"
     if split not in SPLITS:
@@ -294,7 +294,7 @@ def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
 
 def verify_all(out: Path) -> None:
     """Print one line for every problem; exit with code 2 if there are any."""
-    from torchditan.latents.shards import LatentShards, verify
+    from torchditan.data_stream.latent_shards import LatentShards, verify
     from torchditan.run.progress import report_progress
 
     folders = [out / split for split in SPLITS if (out / split).is_dir()] or [out]

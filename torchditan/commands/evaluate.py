@@ -31,12 +31,12 @@ from torchditan.config.command_line import (
     check_output,
     count,
 )
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import override
 from torchditan.config.optional_libraries import how_to_install, import_optional
 from torchditan.config.options import Config, Sampling, cache_folder, dataset_channels
 from torchditan.config.prompts import read_prompts
-from torchditan.evaluation.card import (
+from torchditan.errors import ConfigError, option_error
+from torchditan.extras.evaluation.card import (
     CARD_FILE,
     Card,
     ImageSet,
@@ -45,23 +45,24 @@ from torchditan.evaluation.card import (
     environment_of,
     read_card,
 )
-from torchditan.evaluation.card_tables import table, write_card
+from torchditan.extras.evaluation.card_tables import table, write_card
+from torchditan.extras.weights.shared import check_address
 from torchditan.registry import FAMILIES, METRICS
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.progress import report_progress
 from torchditan.run.provenance import git_commit
 from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
-from torchditan.weights.shared import check_address
 
 if TYPE_CHECKING:
     from torchditan.data_stream.datasets import ImageDataset
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.drawing import Drawing
-    from torchditan.evaluation.evaluator import Evaluator
-    from torchditan.evaluation.metric import Pictures, Source, ToPixels
-    from torchditan.evaluation.quality import Quality
-    from torchditan.evaluation.sample_parts import SampleParts
-    from torchditan.weights.trained_model import TrainedModel
+    from torchditan.extras.evaluation.evaluator import Evaluator
+    from torchditan.extras.evaluation.metric import Pictures, Source
+    from torchditan.extras.evaluation.quality import Quality
+    from torchditan.extras.evaluation.sample_parts import SampleParts
+    from torchditan.extras.weights.trained_model import TrainedModel
+    from torchditan.sampling.drawing import Drawing
+    from torchditan.sampling.sampler import ToPixels
 
 DEFAULT_METRICS = ("effnet", "classifier")
 """Those that the run and the number of samples allow."""
@@ -127,7 +128,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--images", type=Path, help=".npz of images to evaluate instead of the run's samples")
     parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
     parser.add_argument(
-        "--out", type=Path, help="folder of the card (default: in evaluation/ of the run, or outputs/NAME)"
+        "--out", type=Path, help="folder of the card (default: in extras/evaluation/ of the run, or outputs/NAME)"
     )
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
     parser.add_argument("--save_reference", type=Path, help="write the training images and their statistics as .npz")
@@ -164,7 +165,7 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
     `--sampling.guidance_interval 0.2 0.8` is one value, as elsewhere; several are `0,1 0.2,0.8`.
     """
-    from torchditan.evaluation.drawing import sampling_settings
+    from torchditan.sampling.drawing import sampling_settings
 
     groups: list[list[str]] = []
     for word in flags:
@@ -193,7 +194,7 @@ def note(text: str) -> None:
 
 
 def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> TrainedModel:
-    from torchditan.weights.trained_model import TrainedModel
+    from torchditan.extras.weights.trained_model import TrainedModel
 
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
@@ -212,7 +213,7 @@ def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> Trai
 
 def is_judged_by_prompts(args: argparse.Namespace, trained: TrainedModel | None) -> bool:
     """Whether no real images are needed."""
-    from torchditan.evaluation import evaluator
+    from torchditan.extras.evaluation import evaluator
 
     if trained is None or not trained.takes_prompts:
         return False
@@ -251,7 +252,7 @@ def number_and_size(
     args: argparse.Namespace, trained: TrainedModel | None, *, num_training: int
 ) -> tuple[int, tuple[int, int]]:
     """The number of generated images of each seed, and their height and width."""
-    from torchditan.evaluation.sample_batches import image_shape
+    from torchditan.extras.evaluation.sample_batches import image_shape
 
     if args.images is not None:
         number, *size = image_shape(args.images)
@@ -267,7 +268,7 @@ def number_and_size(
 
 def is_small(args: argparse.Namespace, num_training: int) -> bool:
     """Whether the training images are too few for a Fréchet distance over EfficientNet-Lite0."""
-    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES
+    from torchditan.extras.evaluation.efficientnet_lite import NUM_FEATURES
 
     return args.reference is None and 0 < num_training <= NUM_FEATURES
 
@@ -281,7 +282,7 @@ def choose_metrics(
     num_training: int,
 ) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
-    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
+    from torchditan.extras.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 
     if args.metrics is not None:
         return args.metrics
@@ -313,7 +314,7 @@ def choose_metrics(
 
 def build_evaluator(args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels, rank: Rank) -> Evaluator:
     """The evaluator of this command, with the real images of the run."""
-    from torchditan.evaluation.evaluator import Evaluator
+    from torchditan.extras.evaluation.evaluator import Evaluator
 
     datasets = open_real_images(args, trained)
     num_training = len(datasets.get("train", ()))
@@ -399,14 +400,14 @@ class Subject:
 
     def parts(self, seed: int) -> SampleParts:
         """The finished samples of a seed."""
-        from torchditan.evaluation.sample_parts import SampleParts
+        from torchditan.extras.evaluation.sample_parts import SampleParts
 
         folder = self.folder / "parts" / f"seed-{seed}_{self.digests[seed][:12]}"
         return SampleParts(folder, len(self.drawings[seed]))
 
     def pictures(self, seed: int) -> Iterator[Pictures]:
         """This rank's part of the pictures."""
-        from torchditan.evaluation.sample_parts import draw_pictures
+        from torchditan.extras.evaluation.sample_parts import draw_pictures
 
         args, trained = self.args, self.trained
         if args.images is not None:
@@ -425,8 +426,8 @@ class Subject:
     def _pictures_of_file(self) -> Iterator[Pictures]:
         import torch
 
-        from torchditan.evaluation.metric import Pictures
-        from torchditan.evaluation.sample_batches import read_images
+        from torchditan.extras.evaluation.metric import Pictures
+        from torchditan.extras.evaluation.sample_batches import read_images
 
         start = 0
         for batch, images in enumerate(read_images(self.args.images, batch_size=self.args.batch_size)):
@@ -478,7 +479,7 @@ class Subject:
 
     def _origin(self) -> dict[str, Any]:
         """The entries of the card about the run and how it was sampled, or about the file."""
-        from torchditan.evaluation.drawing import sampling_settings
+        from torchditan.sampling.drawing import sampling_settings
 
         args, trained = self.args, self.trained
         if args.images is not None:
@@ -512,7 +513,7 @@ class Subject:
 
 def save_reference(path: Path, evaluator: Evaluator, quality: Quality) -> None:
     """Write the training images, and statistics of the extractor's features. Only rank 0 has them all."""
-    from torchditan.evaluation.sample_batches import write_reference
+    from torchditan.extras.evaluation.sample_batches import write_reference
 
     pool, spatial = quality.reference_statistics()
     pictures = evaluator.real_pictures("train", rank=0, world_size=1)
@@ -529,8 +530,8 @@ def short_hash(settings: Any) -> str:
 def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank) -> None:
     """Evaluate each combination of the values, write the cards, and print the figures."""
     from torchditan.distributed.process_group import from_rank_0
-    from torchditan.evaluation.quality import Quality
-    from torchditan.report.sampling_table import write_table
+    from torchditan.extras.evaluation.quality import Quality
+    from torchditan.extras.report.sampling_table import write_table
 
     fixed, several = split_flags(flags)
     points = [dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())]

@@ -29,7 +29,7 @@ def main() -> None:
 
     import torch
 
-    from torchditan.finetune.lora_export import export_run, ignored_by_sd_scripts
+    from torchditan.extras.weights.lora_export import export_run, ignored_by_sd_scripts
     from torchditan.run.progress import report_progress
     from torchditan.run.reading import read_config
 

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import cache_folder, dataset_channels
 from torchditan.config.prompts import read_prompts
-from torchditan.weights.shared import check_address
+from torchditan.errors import ConfigError, option_error
+from torchditan.extras.weights.shared import check_address
 
 if TYPE_CHECKING:
     import torch
 
-    from torchditan.evaluation.drawing import SampleRows
-    from torchditan.evaluation.metric import ToPixels
-    from torchditan.weights.trained_model import TrainedModel
+    from torchditan.extras.weights.trained_model import TrainedModel
+    from torchditan.sampling.drawing import SampleRows
+    from torchditan.sampling.sampler import ToPixels
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -78,7 +78,7 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> SampleRows:
 def real_images(trained: TrainedModel, rows: SampleRows, to_pixels: ToPixels) -> torch.Tensor | None:
     """Training images of each class (rows, k, C, H, W); None for prompts, and without the training data."""
     from torchditan.datasets import build_dataset
-    from torchditan.evaluation.sample_grids import real_samples
+    from torchditan.sampling.sample_grids import real_samples
 
     config = trained.config
     if trained.takes_prompts:
@@ -110,10 +110,10 @@ def main() -> None:
     import torch
 
     from torchditan.distributed.cpu_threads import configure_cpu
-    from torchditan.evaluation.grid_picture import save_grid, stills
-    from torchditan.evaluation.reconstruction import similarity
+    from torchditan.extras.weights.trained_model import TrainedModel
     from torchditan.run.progress import report_progress
-    from torchditan.weights.trained_model import TrainedModel
+    from torchditan.sampling.grid_picture import save_grid, stills
+    from torchditan.sampling.reconstruction import similarity
 
     configure_cpu()
     torch.set_float32_matmul_precision(args.float32_matmul_precision)

@@ -7,8 +7,8 @@ import sys
 
 from torchditan.config.command_line import ScriptParser
 from torchditan.config.loader import describe_configurations
+from torchditan.extras.weights.shared import shipped_models
 from torchditan.supervision.exit_status import reader_may_leave
-from torchditan.weights.shared import shipped_models
 
 
 @reader_may_leave()

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def main() -> None:
     from torchditan.config.command_line import ScriptParser, count
-    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
     from torchditan.config.options import Config
+    from torchditan.errors import ConfigError, option_error
 
     parser = ScriptParser(__doc__, options=("dataset",))
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; the first argument")
@@ -50,10 +50,10 @@ def main() -> None:
 
 
 def pack_all(arguments: argparse.Namespace, config: Config) -> None:
-    from torchditan.config.errors import ConfigError, option_error, printable, some
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
     from torchditan.datasets.packing import pack
+    from torchditan.errors import ConfigError, option_error, printable, some
     from torchditan.job.check_files import MOST_NAMED, refuse_unreadable
     from torchditan.run.progress import report_progress
 

@@ -14,11 +14,11 @@ from torchditan.config.options import Config
 from torchditan.config.rules import validate_parts
 from torchditan.data_stream.datasets import CorruptImageError, SequentialDataset
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.grid_picture import save_grid, stills
 from torchditan.job.description import describe_data, describe_memory
 from torchditan.job.prepare import open_datasets, open_space
 from torchditan.registry import FAMILIES
 from torchditan.run.directory import run_path
+from torchditan.sampling.grid_picture import save_grid, stills
 
 NUM_SAMPLES = 16
 _SIDE = 128

@@ -25,8 +25,8 @@ from pathlib import Path
 
 def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.command_line import ScriptParser
-    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.optional_libraries import import_optional
+    from torchditan.errors import ConfigError, option_error
     from torchditan.run.reading import similar_folder
 
     parser = ScriptParser(__doc__, options=())
@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args, rest = parser.parse(argv)
     for library in ("jinja2", "matplotlib", "pandas"):
         import_optional(library, extra="analysis")
-    from torchditan.report.report import is_run  # it imports torch, which --help does without
+    from torchditan.extras.report.report import is_run  # it imports torch, which --help does without
 
     args.folders += map(Path, rest)
     if args.compare and args.folders:
@@ -74,7 +74,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    from torchditan.report.report import write_report
+    from torchditan.extras.report.report import write_report
 
     args = parse(sys.argv[1:])
     report = write_report(

@@ -20,9 +20,9 @@ from pathlib import Path
 def parse(argv: list[str]) -> argparse.Namespace:
     """Arguments of this command. Imports no torch."""
     from torchditan.config.command_line import ScriptParser
-    from torchditan.config.errors import option_error
+    from torchditan.errors import option_error
+    from torchditan.extras.weights.shared import check_address
     from torchditan.run.hub import check_upload
-    from torchditan.weights.shared import check_address
 
     parser = ScriptParser(__doc__, options=())
     parser.add_argument(
@@ -58,14 +58,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     arguments = parse(sys.argv[1:])
 
-    from torchditan.config.errors import option_error
+    from torchditan.checkpoint.safetensors_files import DTYPES
     from torchditan.distributed.cpu_threads import configure_cpu
-    from torchditan.latents.shared import has_latents
+    from torchditan.errors import option_error
+    from torchditan.extras.latents.shared import has_latents
+    from torchditan.extras.sharing.model_card import Statements
+    from torchditan.extras.sharing.share import share
     from torchditan.run.hub import PREFIX, upload_folder
     from torchditan.run.progress import report_progress
-    from torchditan.weights.model_card import Statements
-    from torchditan.weights.safetensors_files import DTYPES
-    from torchditan.weights.share import share
 
     source, folder = arguments.source, arguments.folder
     is_latents = has_latents(source)

@@ -14,9 +14,9 @@ import sys
 
 def main() -> None:
     # What imports no torch comes first: torch takes seconds.
-    from torchditan.config.errors import option_error
     from torchditan.config.loader import describe_configurations, parse_config, to_toml
     from torchditan.datasets.options import check_root
+    from torchditan.errors import option_error
     from torchditan.run.directory import run_path
 
     is_first = os.environ.get("RANK", "0") == "0"

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.errors import ConfigError, did_you_mean, option_error
 
 
 class ScriptParser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.errors import ConfigError, option_error
 
 LEGACY_KEYS: dict[str, tuple[Any, str] | None] = {
     # option: None if it had no effect, else (the value that requests nothing, why other values are refused)

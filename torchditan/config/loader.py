@@ -21,13 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchditan.config.errors import ConfigError, did_you_mean, first_line, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy
 from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
 from torchditan.config.prompts import read_prompts
 from torchditan.config.rules import validate, validate_parts, validate_values
 from torchditan.config.schema import Option, convert_all, options, unknown_option
 from torchditan.config.trajectory import flatten_tree, refuse_untrusted_plug_ins
+from torchditan.errors import ConfigError, did_you_mean, first_line, option_error
 from torchditan.registry import FAMILIES, OBJECTIVES, resolve
 
 if sys.version_info >= (3, 11):

@@ -8,7 +8,7 @@ import logging
 import os
 from types import ModuleType
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 
 def how_to_install(extra: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchditan.config.errors import is_unicode, option_error
+from torchditan.errors import is_unicode, option_error
 
 _MARK = "@"
 

@@ -13,13 +13,12 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
 from torchditan.config.declarations import Idle
-from torchditan.config.errors import did_you_mean, has_secret, option_error
 from torchditan.config.options import FLAVORS_OF, Config, flatten
 from torchditan.config.schema import Option, options
+from torchditan.errors import did_you_mean, has_secret, option_error
 from torchditan.registry import (
     ARCHITECTURES,
     BLOCKS,
-    CONTEXT_PARALLEL,
     FAMILIES,
     INGREDIENTS,
     METERS,
@@ -31,6 +30,7 @@ from torchditan.registry import (
     check_options,
     create,
     entry_name,
+    job_part,
     overrides,
     registered,
     resolve,
@@ -231,7 +231,7 @@ def _validate_objective(config: Config) -> None:
         owner = entry_name(text) if has_loss else owner
         _raise_first(config, ingredient.mistakes(config, objective))
     if config.training.context_parallel_degree > 1:
-        _raise_first(config, pkgutil.resolve_name(CONTEXT_PARALLEL).option_mistakes(config))
+        _raise_first(config, job_part("training.context_parallel_degree")(config))
 
 
 def _raise_first(config: Config, mistakes: Iterable[tuple[str, str]]) -> None:

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 
 from torchditan.config import options as config_module
 from torchditan.config.declarations import Idle, Needs, OtherWords, Rule
-from torchditan.config.errors import ConfigError, did_you_mean, is_finite_number, nearest, option_error
 from torchditan.config.options import Config
+from torchditan.errors import ConfigError, did_you_mean, is_finite_number, nearest, option_error
 from torchditan.registry import Registries, Registry, entry_name
 
 _EXAMPLES = {int: "32, or [32, 48]", float: "[0.3, 1.0]", str: '["one", "another"]'}

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
 from torchditan.config.schema import options
+from torchditan.errors import option_error
 from torchditan.registry import FAMILIES, entry_name
 
 _SECTIONS = (

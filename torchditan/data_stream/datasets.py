@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from torchditan.config.errors import ConfigError, option_error, printable
+from torchditan.errors import ConfigError, option_error, printable
 
 Batch = dict[str, torch.Tensor]
 
@@ -60,13 +60,13 @@ class DatasetDescription:
     # Only our datasets of latents and captions set the attributes below. Their types belong to optional parts,
     # which the stream never imports.
     index: Any = None
-    """`torchditan.latents.index.LatentIndex`, if the samples are stored latents."""
+    """`torchditan.data_stream.latent_index.LatentIndex`, if the samples are stored latents."""
     null_tensors: dict[str, torch.Tensor] | None = None
     """Embeddings of the empty caption, if items contain caption embeddings: one sample of each, under the same name."""
     text_blocks: int | None = None
     """Default of `model.text_blocks` for these captions."""
     prompts: Any = None
-    """`torchditan.evaluation.drawing.SampleRows` that sample grids show instead of classes."""
+    """`torchditan.sampling.drawing.SampleRows` that sample grids show instead of classes."""
 
 
 class ImageDataset(DatasetDescription):
@@ -226,7 +226,7 @@ class BatchedDataset(Protocol):
     def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
         """The samples (B,) at these indices, mirrored where `flips` (B,) bool is true.
 
-        Instead of `sample`, the batch may contain inputs from which the device computes it (latents/latent_space.py).
+        Instead of `sample`, the batch may contain inputs from which the device computes it (sample_space.py).
         """
 
 

@@ -15,10 +15,10 @@ from typing import Any, Literal, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import Batch, BatchedDataset, ImageDataset
 from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
+from torchditan.errors import ConfigError, option_error
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw
 
 PREFETCH = 4

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchditan.config.errors import ConfigError
 from torchditan.data_stream.datasets import (
     Batch,
     BatchedDataset,
@@ -29,6 +28,7 @@ from torchditan.data_stream.datasets import (
     VariedDataset,
     read_image,
 )
+from torchditan.errors import ConfigError
 from torchditan.randomness import Permutation, uniform
 
 

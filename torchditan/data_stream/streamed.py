@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import Batch, SequentialDataset, check_item
 from torchditan.data_stream.loader import Collate
 from torchditan.data_stream.order import BatchPlan
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
+from torchditan.errors import ConfigError, option_error
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw, uniform
 
 

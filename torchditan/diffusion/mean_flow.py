@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from torchditan.config.errors import option_error
 from torchditan.diffusion.derivative import derivative
 from torchditan.diffusion.flow_matching import FlowMatching, wide
 from torchditan.diffusion.objectives import Inputs, Losses
 from torchditan.diffusion.samplers import Prediction, StepNoise
+from torchditan.errors import option_error
 from torchditan.models.dit import unpatchify
 from torchditan.models.spec import Condition, Head, Unconditional
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from torchditan.config.errors import option_error
+from torchditan.errors import option_error
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness
 from torchditan.registry import INGREDIENTS, OBJECTIVES, build, objective_kinds, resolve
 

@@ -22,8 +22,8 @@ import torch._dynamo
 import torch._inductor
 from torch import nn
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Compile, Config, cache_folder
+from torchditan.errors import option_error
 from torchditan.run import provenance
 
 

@@ -30,8 +30,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Config
+from torchditan.errors import option_error
 from torchditan.models import block_name, sizes_of
 from torchditan.models.dit import FLAVORS, Attention, DiT
 from torchditan.registry import BLOCKS, FAMILIES, registered

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Float8
+from torchditan.errors import option_error
 
 if TYPE_CHECKING:
     from torchditan.models.spec import ModelSpec

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
+from torchditan.errors import option_error
 
 _SUPPORTED: dict[str, tuple[Any, str]] = {
     "training.mixed_precision_param": (

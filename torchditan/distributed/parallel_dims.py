@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Training
 from torchditan.distributed.process_group import Rank
+from torchditan.errors import option_error
 
 
 @dataclass(frozen=True)

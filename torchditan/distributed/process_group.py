@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 _jobs = itertools.count()
 _STORE_ANSWERS_WITHIN = timedelta(seconds=10)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import ConfigError, as_unicode, some
 from torchditan.config.options import cache_folder
 from torchditan.data_stream.datasets import CorruptImageError, FileDataset, ListedDataset
 from torchditan.distributed.process_group import from_rank_0
+from torchditan.errors import ConfigError, as_unicode, some
 from torchditan.job.prepare import Job
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import DATASET_FILES

@@ -7,7 +7,6 @@ Configurations are frozen: `complete` returns a new one. Only this module comple
 from __future__ import annotations
 
 import dataclasses
-import pkgutil
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -16,18 +15,18 @@ from typing import Any, cast
 import torch
 
 from torchditan.checkpoint.files import final_weights, list_checkpoints, step_of
-from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.config.trajectory import flatten_tree
 from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
+from torchditan.data_stream.sample_space import SampleSpace
 from torchditan.diffusion.objectives import batch_multiple
 from torchditan.distributed.precision import automatic, precision_for
 from torchditan.distributed.process_group import Rank
-from torchditan.latents.sample_space import SampleSpace
+from torchditan.errors import option_error
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.optim.schedules import build_schedule
-from torchditan.registry import FAMILIES, OBJECTIVES, TUNE_BATCH_SIZE, registered
+from torchditan.registry import FAMILIES, OBJECTIVES, job_part, registered
 from torchditan.run.reading import read_config
 
 
@@ -219,7 +218,7 @@ def complete_batches(config: Config, rank: Rank) -> Config:
     given, global_batch_size = config.training.batch_size, config.training.global_batch_size
     batch_size = config.training.batch_size_on(rank.world_size)
     if batch_size == "auto":
-        batch_size = pkgutil.resolve_name(TUNE_BATCH_SIZE)(config, rank)
+        batch_size = job_part("training.batch_size")(config, rank)
     if global_batch_size is None:
         global_batch_size = batch_size * rank.world_size
     together = batch_multiple(config.diffusion)

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import pkgutil
 from typing import Any
 
 import torch
 
-from torchditan.config.errors import ConfigError, printable, some
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import SequentialDataset
-from torchditan.registry import PLAN_RUN
+from torchditan.errors import ConfigError, printable, some
+from torchditan.registry import job_part
 
 _MOST_CLASSES = 10
 
@@ -42,7 +41,7 @@ def describe_memory(config: Config, *, device: torch.device, num_devices: int) -
     """A line with the memory that the plan expects; none for what the planner does not know."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     try:
-        plan = pkgutil.resolve_name(PLAN_RUN)(config, device=name, num_devices=num_devices)
+        plan = job_part("metrics.log_freq")(config, device=name, num_devices=num_devices)
     except ConfigError:
         return []
     return [f"memory by the plan: {plan.peak_memory_gib:.3g} GiB of tensors at the peak of a step"]

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import functools
 import os
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Config, cache_folder, dataset_channels
 from torchditan.config.rules import validate_parts
 from torchditan.config.trajectory import INITIAL_WEIGHTS, trajectory
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
+from torchditan.data_stream.sample_space import SampleSpace, StoredLatents, pixel_space
+from torchditan.datasets import build_dataset
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.cpu_threads import configure_cpu
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
+from torchditan.errors import ConfigError, option_error
 from torchditan.job.complete import (
     StoredRun,
     complete,
@@ -31,16 +32,15 @@ from torchditan.job.complete import (
     with_condition_of,
 )
 from torchditan.job.description import describe_data
-from torchditan.latents.sample_space import SampleSpace, pixel_space
 from torchditan.models import ModelSpec
-from torchditan.registry import EVALUATION, INITIAL_IDENTITY, OPEN_CAPTIONS, OPEN_DATASET, OPEN_LATENTS
+from torchditan.registry import job_part
 from torchditan.run.directory import RunDirectory, run_path
 from torchditan.run.profiling import check_profiling
 from torchditan.run.progress import report_progress
 from torchditan.run.trackers import check_trackers
 
 Evaluate = Callable[..., dict[str, float]]
-"""`evaluate(model, sampler, say=print)` (evaluation/during_training.py)."""
+"""`evaluate(model, sampler, say=print)` (extras/evaluation/during_training.py)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Job:
         """What decides the weights of this run. Only a job that agrees may continue it."""
         found, path = trajectory(self.config), self.config.checkpoint.initial_load_path
         if path is not None and self.config.lora.rank:
-            found[INITIAL_WEIGHTS] = pkgutil.resolve_name(INITIAL_IDENTITY)(path)
+            found[INITIAL_WEIGHTS] = job_part("lora.rank")(path)
         return found
 
     @property
@@ -112,7 +112,7 @@ def prepare(
     config = complete_precision(config, run, device=rank.device)
     _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     if _reads_captions(config, dataset):
-        open_captions = pkgutil.resolve_name(OPEN_CAPTIONS)
+        open_captions = job_part("model.text")
         dataset, validation_dataset, space = open_captions(config, dataset, validation_dataset, rank=rank)
         if config.cache.only:
             if rank.rank == 0 and not config.job.print_config:
@@ -136,7 +136,7 @@ def prepare(
     evaluation = None
     if completed.evaluation.freq:
         data = {"dataset": dataset, "held_out": validation_dataset, "space": space}
-        evaluation = pkgutil.resolve_name(EVALUATION)(completed, device=rank.device, **data)
+        evaluation = job_part("evaluation.freq")(completed, device=rank.device, **data)
     return Job(
         given=config,
         config=completed,
@@ -183,7 +183,7 @@ def _reads_captions(config: Config, dataset: ImageDataset) -> bool:
 
 def open_datasets(config: Config) -> tuple[ImageDataset, ImageDataset | None]:
     """Training images, and held-out ones for a job that uses them."""
-    build_dataset, channels = pkgutil.resolve_name(OPEN_DATASET), dataset_channels(config)
+    channels = dataset_channels(config)
     with report_progress(f"opening {config.dataset.dataset_name}"):
         places: dict[str, Any] = {"input_channels": channels, "cache_folder": cache_folder(config)}
         train = build_dataset(config.dataset, split="train", **places)
@@ -195,7 +195,14 @@ def open_datasets(config: Config) -> tuple[ImageDataset, ImageDataset | None]:
 def open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -> SampleSpace:
     if not config.autoencoder.online and dataset.index is None:
         return pixel_space(config.autoencoder, dataset)
+    needs_decoder = config.metrics.enable_sampling or config.evaluation.freq > 0
+    try:
+        open_latents = job_part("autoencoder.name")
+    except ConfigError:
+        if dataset.index is None or config.autoencoder.online:
+            raise
+        dataset.with_logvar = config.autoencoder.sample_posterior
+        shape = dataset.sample_shape
+        return StoredLatents(config.autoencoder, dataset.index, sample_shape=shape, device=device)
     with report_progress("opening the autoencoder"):
-        needs_decoder = config.metrics.enable_sampling or config.evaluation.freq > 0
-        open_latents = pkgutil.resolve_name(OPEN_LATENTS)
         return open_latents(config.autoencoder, dataset, device=device, needs_decoder=needs_decoder)

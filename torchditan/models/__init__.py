@@ -2,7 +2,7 @@
 """The native diffusion transformer (dit.py), the interface of a model (spec.py), and FLOPs.
 
 To add an architecture, write a function like `build_dit_spec` and name it in `ARCHITECTURES` of registry.py. To add an
-architecture of diffusers, add a file to finetune/published/ (docs/adding_a_model.md).
+architecture of diffusers, add a file to extras/published/ (docs/adding_a_model.md).
 
 May import: config, randomness, registry.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import pkgutil
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from torch import nn
 
 import torchditan.config.options
-from torchditan.config.errors import option_error
+from torchditan.errors import option_error
 from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig, flavor_size
 from torchditan.models.spec import (
     ClassLabels,
@@ -32,7 +31,7 @@ from torchditan.models.spec import (
     TextEmbeddings,
     Unconditional,
 )
-from torchditan.registry import ARCHITECTURES, BLOCKS, FAMILIES, objective_kinds, registered
+from torchditan.registry import ARCHITECTURES, BLOCKS, FAMILIES, job_part, objective_kinds, registered
 
 __all__ = [
     "ClassLabels",
@@ -180,10 +179,6 @@ def _text_layers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-PUBLISHED = "torchditan.finetune.published:build_published_spec"
-"""Builds the spec of every published family. Imported only for such models, together with LoRA and int8."""
-
-
 def build_model_spec(
     config: torchditan.config.options.Model,
     *,
@@ -213,7 +208,7 @@ def build_model_spec(
         right = f"samples have {sample_shape[0]} channel(s); leave it out"
         raise option_error("model.input_channels", config.input_channels, right)
     if config.name in FAMILIES:
-        return pkgutil.resolve_name(PUBLISHED)(
+        return job_part("model.name")(
             config,
             sample_shape=sample_shape,
             lora=lora or torchditan.config.options.LoRA(),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import LRScheduler
+from torchditan.errors import option_error
 from torchditan.registry import SCHEDULES, create
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from torchditan.config.errors import ConfigError
+from torchditan.errors import ConfigError
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -30,15 +30,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
+from torchditan.errors import ConfigError, option_error
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_config, read_metrics
 
 STATES = ("running", "completed", "interrupted", "oom", "error")
 
+OF_NO_RUN = "sha256-"
+"""Start of the `run_id` of weights that belong to no run."""
 DATASET_FILES = "dataset_files.json.gz"
 """Path -> size in bytes of the image files that a run was started with, for messages."""
 UNREADABLE_FILE = "unreadable_images.txt"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchditan.config.errors import ConfigError, first_line, option_error
 from torchditan.config.optional_libraries import import_optional
+from torchditan.errors import ConfigError, first_line, option_error
 
 PREFIX = "hub:"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)

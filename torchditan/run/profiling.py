@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Profiling
+from torchditan.errors import option_error
 from torchditan.run.atomic_files import temporary_path
 from torchditan.run.directory import RunDirectory
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import ConfigError, nearest, some
+from torchditan.errors import ConfigError, nearest, some
 
 _KINDS = {
     **dict.fromkeys(("hardware", "versions", "trajectory"), dict),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchditan.config.errors import ConfigError, first_line
+from torchditan.errors import ConfigError, first_line
 from torchditan.run.atomic_files import sha256_of, write_file
 
 _SUFFIX = ".safetensors"

@@ -13,8 +13,8 @@ from urllib.parse import urlparse
 
 import numpy as np
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Metrics
+from torchditan.errors import option_error
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_config
 

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
-from torchditan.config.errors import ConfigError, shorten
 from torchditan.distributed.cpu_threads import limit_spinning
+from torchditan.errors import ConfigError, shorten
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.parent_death import die_with_launcher
 

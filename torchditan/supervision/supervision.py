@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchditan.config.errors import printable
-from torchditan.data_stream.workers import end_loader_workers
 from torchditan.distributed.process_group import Rank, set_timeout
+from torchditan.errors import printable
 from torchditan.run.directory import RunDirectory
 from torchditan.run.metrics import MetricsLogger
 from torchditan.run.progress import Advance, report_progress
@@ -50,7 +49,6 @@ class Supervision:
         """How long ranks wait for each other."""
         self._closing = ExitStack()  # in reverse order; a failure does not skip the rest
         self._closing.callback(run_directory.close)
-        self._closing.callback(end_loader_workers)
 
     def connect(self, *, timeout_seconds: int) -> None:
         """Start watching the other ranks, if there are any. All ranks call it, with the process group open."""

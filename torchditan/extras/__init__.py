@@ -1,0 +1,5 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What the core does without: published models, captions, evaluation, sharing, planner, ablations, reports.
+
+The core never imports it. registry.py names it.
+"""

@@ -1,0 +1,305 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The ledger of a grid: `runs_summary.csv` and `.parquet`, one row per run, whatever its status.
+
+Notable:
+- a missing number is empty, never zero;
+- measurements (`MEASURES`) come from `metrics.jsonl`, one record per step: mean and sample standard deviation over the
+  last `window` steps. The first step, which compiles and warms up, is never part of the window;
+- figures of quality (`QUALITY`) are those after the last step. A ledger has a column for each that a run measured;
+- both files are written under a temporary name and renamed. A truncated ledger, or one of another version, is
+  refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import math
+import socket
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchditan.config.schema import options
+from torchditan.errors import ConfigError, shorten
+from torchditan.extras.ablation.device import Device
+from torchditan.extras.ablation.grid import ALIASES, BATCH_SIZE, STANDARD_AXES, Grid, Run
+from torchditan.extras.ablation.launch import Outcome
+from torchditan.run import provenance
+from torchditan.run.atomic_files import write_file
+from torchditan.run.reading import read_config, read_metrics
+
+SCHEMA_VERSION = 1
+CSV_NAME, PARQUET_NAME = "runs_summary.csv", "runs_summary.parquet"
+STATUSES = ("completed", "oom", "error", "timeout", "skipped")
+SKIPPED_AFTER_OOM = "of this cell ran out of memory"
+"""Part of the reason of a run that was skipped because a smaller batch ran out of memory."""
+
+_LONGEST_REASON = 300
+
+Row = dict[str, Any]
+
+
+class Steps(NamedTuple):
+    """The steps of a run that are measured."""
+
+    records: Sequence[Mapping[str, Any]]
+    """metrics.jsonl, one record per step."""
+    window: int
+    num_devices: int
+
+    def last(self, key: str) -> list[float]:
+        """The values of the window; [] if a step lacks it."""
+        values: list[Any] = [record.get(key) for record in self.records[-self.window :]]
+        return [] if None in values else values
+
+    def mean(self, key: str) -> float | None:
+        return statistics.fmean(values) if (values := self.last(key)) else None
+
+    def std(self, key: str) -> float | None:
+        return statistics.stdev(values) if len(values := self.last(key)) > 1 else None
+
+    def peak(self, key: str) -> float | None:
+        """Maximum over all steps."""
+        return max((record[key] for record in self.records if record.get(key) is not None), default=None)
+
+    def images_per_second_per_device(self) -> float | None:
+        mean = self.mean("images_per_second")
+        return None if mean is None else mean / self.num_devices
+
+    def compile_s(self) -> float | None:
+        """Time of the first step minus that of a later one: compilation, or only the warm-up in eager runs."""
+        first, later = self.records[0].get("step_time_s"), self.mean("step_time_s")
+        return None if first is None or later is None else max(0.0, first - later)
+
+
+MEASURES: dict[str, Callable[[Steps], float | None]] = {
+    "step_time_s_mean": lambda steps: steps.mean("step_time_s"),
+    "step_time_s_std": lambda steps: steps.std("step_time_s"),
+    "images_per_second_mean": lambda steps: steps.mean("images_per_second"),
+    "images_per_second_std": lambda steps: steps.std("images_per_second"),
+    "images_per_second_per_device_mean": Steps.images_per_second_per_device,
+    "tflops_per_device_mean": lambda steps: steps.mean("tflops_per_device"),
+    "tflops_per_device_std": lambda steps: steps.std("tflops_per_device"),
+    "mfu_mean": lambda steps: steps.mean("mfu"),
+    "mfu_std": lambda steps: steps.std("mfu"),
+    "peak_memory_gib": lambda steps: steps.peak("peak_memory_gib"),
+    "peak_reserved_gib": lambda steps: steps.peak("peak_reserved_gib"),
+    "loss_last": lambda steps: steps.records[-1].get("loss"),
+    "loss_mean": lambda steps: steps.mean("loss"),
+    "compile_s": Steps.compile_s,
+}
+"""Columns that are computed from the steps of a completed run. Memory is the maximum over ranks and steps."""
+PROVENANCE: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "git_commit": lambda stored: stored.get("git_commit"),
+    "torch_version": lambda stored: (stored.get("versions") or {}).get("torch"),
+    "python_version": lambda stored: (stored.get("versions") or {}).get("python"),
+    "device": lambda stored: (stored.get("hardware") or {}).get("device_name"),
+    "device_type": lambda stored: (stored.get("hardware") or {}).get("device"),
+    "host": lambda stored: (stored.get("hardware") or {}).get("hostname"),
+}
+"""Columns with the code and the machine, as the config.json of a run records them."""
+_BEFORE_AXES: dict[str, type] = {
+    "schema_version": int,
+    "grid": str,
+    "run_name": str,
+    "repeat": int,
+    "status": str,
+    "reason": str,
+}
+_AFTER_AXES: dict[str, type] = {
+    **dict.fromkeys(("num_devices", "steps", "window"), int),
+    **dict.fromkeys(MEASURES, float),
+    **dict.fromkeys(("start_up_s", "elapsed_s"), float),  # from the launch to the first step, and to the end
+    **dict.fromkeys((*PROVENANCE, "started"), str),
+}
+QUALITY: dict[str, bool] = {
+    "validation_loss": False,
+    "FD-EffNetLite0": False,
+    "KID-EffNetLite0": False,
+    "recall-EffNetLite0": True,
+    "coverage-EffNetLite0": True,
+    "FID": False,
+    "KID": False,
+    "recall": True,
+    "coverage": True,
+    "accuracy_generated": True,
+    "prompts seen: all": True,
+    "prompts held-out: all": True,
+}
+"""Figures of validation and evaluation, as metrics.jsonl names them, and whether higher is better."""
+
+
+def columns(axes: Iterable[str], *, measured: Iterable[str] = ()) -> list[str]:
+    """Columns of a ledger with these axes, in order. The standard axes are always included.
+
+    `measured` contains the names of the figures that a run has; others than those of `QUALITY` are ignored.
+    """
+    further = [axis for axis in axes if axis not in STANDARD_AXES]
+    found = set(measured)
+    quality = [name for name in QUALITY if name in found]
+    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES, *quality]
+
+
+def column_type(column: str) -> type:
+    """int, float, bool or str. Lists are stored as text."""
+    if column in ALIASES:
+        return ALIASES[column].kind
+    known = {**_BEFORE_AXES, **_AFTER_AXES, **dict.fromkeys(QUALITY, float)}.get(column)
+    if known is not None:
+        return known
+    option = options()[column]
+    return str if option.is_list else option.kind
+
+
+def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: int) -> Row:
+    """Columns computed from metrics.jsonl with one record per step; empty without a full window after step 1."""
+    if len(records) < window + 1:
+        return {}
+    steps = Steps(records, window, num_devices)
+    # Validation and evaluation run after the last step, whatever their frequency.
+    figures = {name: records[-1].get(name) for name in QUALITY}
+    return {name: compute(steps) for name, compute in MEASURES.items()} | {
+        name: value for name, value in figures.items() if value is not None and math.isfinite(value)
+    }
+
+
+def provenance_of(folder: Path) -> Row:
+    """Code and machine that the run recorded; empty if it failed before that."""
+    try:
+        stored = read_config(folder)
+    except ConfigError:
+        return {}
+    return {name: read(stored) for name, read in PROVENANCE.items()}
+
+
+@functools.cache
+def _provenance_here(device: Device | None) -> Row:
+    """Code of this process, and the device of this machine if it makes the runs."""
+    hardware = {} if device is None else {"device_name": device.name, "device": device.type}
+    hardware |= {} if device is None else {"hostname": socket.gethostname()}
+    stored = {"git_commit": provenance.git_commit(), "versions": provenance.versions("torch"), "hardware": hardware}
+    return {name: read(stored) for name, read in PROVENANCE.items()}
+
+
+def row_of(grid: Grid, run: Run, status: str, reason: str | None, *, device: Device | None) -> Row:
+    """The row of a run without measurements: all columns.
+
+    Args:
+        grid, run: the run and its grid.
+        status, reason: how it ended, or why it was not made.
+        device: that of this machine; None if runs are made elsewhere.
+    """
+    batch_size = run.axes[BATCH_SIZE]
+    return {
+        **dict.fromkeys(columns(run.axes)),
+        "schema_version": SCHEMA_VERSION,
+        "grid": grid.name,
+        "run_name": run.name,
+        "repeat": run.repeat,
+        "status": status,
+        "reason": None if reason is None else shorten(reason, most=_LONGEST_REASON),
+        **run.axes,
+        BATCH_SIZE: None if batch_size == "auto" else batch_size,
+        "num_devices": run.num_devices,
+        "steps": grid.steps,
+        "window": grid.window,
+        **_provenance_here(device),
+    }
+
+
+def row_of_outcome(grid: Grid, run: Run, outcome: Outcome, *, folder: Path, device: Device) -> Row:
+    """The row of a run that was made in `folder`."""
+    status, reason = outcome.status, outcome.reason
+    measured: Row = {}
+    if status == "completed":
+        records = read_metrics(folder)
+        measured = measure(records, window=grid.window, num_devices=run.num_devices)
+        if not measured:
+            steps = f"{len(records)} of {grid.steps} steps were logged"
+            status, reason = "error", f"every rank reports that it completed, but {steps}"
+        elif outcome.peak_memory_gib is not None:
+            measured["peak_memory_gib"] = max(outcome.peak_memory_gib, measured["peak_memory_gib"] or 0.0)
+    return {
+        **row_of(grid, run, status if status in STATUSES else "error", reason, device=device),
+        **measured,
+        "start_up_s": outcome.start_up_s,
+        "elapsed_s": outcome.elapsed_s,
+        "started": datetime.fromtimestamp(outcome.started, timezone.utc).isoformat(timespec="seconds"),
+        **provenance_of(folder),
+    }
+
+
+def write_ledger(folder: Path, rows: Sequence[Row], *, axes: Sequence[str]) -> None:
+    """Write both files of the grid in `folder`. The parquet file needs pyarrow."""
+    names = columns(axes, measured=(name for row in rows for name, value in row.items() if value is not None))
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([to_text(row.get(name)) for name in names] for row in rows)
+    write_file(folder / CSV_NAME, buffer.getvalue().encode())
+    _write_parquet(folder / PARQUET_NAME, rows, names)
+
+
+def _write_parquet(path: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        path.unlink(missing_ok=True)  # written earlier with pyarrow: it would be older than the CSV
+        return
+    kinds = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_(), str: pyarrow.string()}
+    arrays = {}
+    for name in names:
+        kind = column_type(name)
+        values = [to_text(row.get(name)) or None if kind is str else row.get(name) for row in rows]
+        arrays[name] = pyarrow.array(values, type=kinds[kind])
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(arrays), sink)
+    write_file(path, sink.getvalue().to_pybytes())
+
+
+def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
+    """Read the rows of the ledger in `folder`; [] if it does not exist yet.
+
+    Raises:
+        ConfigError: the ledger has other columns, or is truncated.
+    """
+    path = folder / CSV_NAME
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    header, *lines = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+    expected = columns(axes, measured=header)
+    if header != expected or not text.endswith("\n"):
+        odd = ", ".join(sorted(set(header) ^ set(expected))) or "their order"
+        what = f"has other columns than this grid ({odd})" if text.endswith("\n") else "is cut off"
+        raise ConfigError(f"{path} {what}; move it away to repeat the runs")
+    rows = []
+    for number, values in enumerate(lines, start=2):
+        try:
+            pairs = zip(header, values, strict=True)
+            rows.append({name: _from_text(value, column_type(name)) for name, value in pairs})
+        except (KeyError, ValueError):
+            raise ConfigError(f"{path}: line {number} does not parse; move it away to repeat the runs") from None
+    return rows
+
+
+def _from_text(text: str, kind: type) -> Any:
+    if text == "":
+        return None
+    return {"true": True, "false": False}[text] if kind is bool else kind(text)
+
+
+def to_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return json.dumps(value)
+    return " ".join(value.split()) if isinstance(value, str) else str(value)

@@ -1,0 +1,93 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""HunyuanVideo (Kong et al. 2024, arXiv 2412.03603): the blocks of FLUX over videos, Llama tokens, a CLIP vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from torchditan.extras.published.base import Flavor, PublishedModel
+from torchditan.models.spec import Condition, TensorSpec
+
+_SIZES = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "num_layers": 20,
+    "num_single_layers": 40,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 2,
+    "patch_size_t": 1,
+    "qk_norm": "rms_norm",
+    "guidance_embeds": True,
+    "text_embed_dim": 4096,
+    "pooled_projection_dim": 768,
+    "rope_theta": 256.0,
+    "rope_axes_dim": [16, 56, 56],
+}
+_TINY = {
+    **_SIZES,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 32,
+    "pooled_projection_dim": 16,
+    "rope_axes_dim": [8, 12, 12],
+}
+
+
+class HunyuanVideo(PublishedModel):
+    name = "hunyuan_video"
+    model_class = "HunyuanVideoTransformer3DModel"
+    pipeline_class = "HunyuanVideoPipeline"
+    caption_tokenizer = None
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    temporal_downsampling = 4
+    lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    embeds_guidance = True
+    flavors: ClassVar[dict[str, Flavor]] = {
+        "debugmodel": Flavor("", _TINY, text_length=8, shift=7.0),
+        "HunyuanVideo": Flavor(
+            "hunyuanvideo-community/HunyuanVideo", _SIZES, text_length=256, shift=7.0, resolution="544x960x33"
+        ),
+    }
+
+    @classmethod
+    def patch_size(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        return (config["patch_size_t"], config["patch_size"], config["patch_size"])
+
+    @classmethod
+    def tensors(
+        cls, config: Mapping[str, Any], *, sample_shape: tuple[int, ...], text_length: int
+    ) -> dict[str, TensorSpec]:
+        return {
+            "prompt_embeds": TensorSpec((text_length, config["text_embed_dim"])),
+            "pooled_prompt_embeds": TensorSpec((config["pooled_projection_dim"],)),
+            "prompt_attention_mask": TensorSpec((text_length,), torch.bool),
+        }
+
+    @classmethod
+    def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
+        tokens, pooled, mask = pipeline.encode_prompt(captions, max_sequence_length=max_length)
+        return {"prompt_embeds": tokens, "pooled_prompt_embeds": pooled, "prompt_attention_mask": mask.bool()}
+
+    def predict(self, x: torch.Tensor, noise_level: torch.Tensor, cond: Condition) -> torch.Tensor:
+        guidance = cond.get("guidance")
+        mask = cond["prompt_attention_mask"]
+        # An encoded caption has at least one token. The empty caption of a benchmark has none: the mean would be 0 / 0.
+        mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)
+        return self.transformer(
+            hidden_states=x,
+            timestep=noise_level * 1000,
+            encoder_hidden_states=cond["prompt_embeds"],
+            encoder_attention_mask=mask,
+            pooled_projections=cond["pooled_prompt_embeds"],
+            guidance=None if guidance is None else guidance * 1000,
+            return_dict=False,
+        )[0]

@@ -1,0 +1,308 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) on the linear layers of a published model, through peft.
+
+A layer W x becomes W x + alpha / rank * B (A x) with A (rank, in) and B (out, rank). Only A and B are trained.
+
+Notable:
+- adapters are added while the model is on the meta device. After sharding, `init_lora` fills them from the seed and
+  `fill_adapter` from a file. On a model that is already on a device, you can call these at any time;
+- initial values are a function of (seed, parameter name), the same on every mesh;
+- switching adapters on and off never changes `requires_grad`, because FSDP has already read it;
+- an assistant is a second, frozen adapter that is active in training and inactive in sampling. It serves models such as
+  FLUX.1-schnell, whose distillation a LoRA without an assistant would unlearn.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchditan.errors import ConfigError, option_error
+from torchditan.extras.published.lora_file import AdapterWeights, read_adapter
+from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
+
+DEFAULT = "default"
+ASSISTANT = "assistant"
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float, target_modules: Sequence[str]) -> list[str]:
+    """Add a trainable adapter, in place. Afterwards only its float32 parameters are trainable.
+
+    Args:
+        model: usually on the meta device; the new parameters are created there too. On another device they are
+            uninitialised until `init_lora`.
+        rank, alpha: as in the formula at the top of this file.
+        target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
+            names. Each must match a layer. A convolution matches only by the end of its name (`pos_embed.proj`).
+
+    Returns:
+        Names of the adapted layers.
+
+    Raises:
+        ConfigError: a pattern matches nothing or is not a valid regular expression.
+    """
+    layers = find_target_modules(model, target_modules)
+    _inject(model, dict.fromkeys(layers, rank), alpha=alpha, adapter_name=DEFAULT)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{DEFAULT}." in name and ".lora_" in name)
+    return layers
+
+
+def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Linear layers that any pattern matches, and convolutions matched by the end of their name, in model order.
+
+    Raises:
+        ConfigError: a pattern matches no layer, or is not a valid regular expression.
+    """
+    names, all_names = _layers_of(model, nn.Linear), _layers_of(model, nn.Linear, nn.Conv2d)
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            whole = re.compile(pattern)
+        except re.error as error:
+            raise option_error("lora.target_modules", pattern, f"is not a valid regular expression: {error}") from None
+        ending = {name for name in all_names if f".{name}".endswith(f".{pattern}")}
+        linear = {name for name in names if name in ending or whole.fullmatch(name)}
+        matching = linear or ending  # convolutions only if no linear layer matches: older patterns keep their meaning
+        if not matching:
+            ends = ", ".join(sorted({_last_part(name) for name in names}))
+            raise option_error("lora.target_modules", pattern, f"matches no linear layer; their names end in {ends}")
+        found |= matching
+    if not found:
+        raise option_error("lora.target_modules", list(patterns), "must name at least one layer")
+    return [name for name in all_names if name in found]
+
+
+def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
+    """Names of the layers of these kinds in the model without adapters. Adapted layers are included."""
+    from peft.tuners.lora import LoraLayer
+
+    names, wrapped = [], None
+    for name, module in model.named_modules():
+        if wrapped is not None and name.startswith(wrapped):
+            continue
+        if isinstance(module, LoraLayer):
+            wrapped = f"{name}."
+        if isinstance(getattr(module, "base_layer", module), kinds):
+            names.append(name)
+    return names
+
+
+def _last_part(name: str) -> str:
+    """`to_q`; `to_out.0` if the last part is a number."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+
+
+def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, adapter_name: str) -> None:
+    """Let peft wrap the named layers. The new float32 parameters are uninitialised."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    most = max(ranks.values())
+    config = LoraConfig(
+        r=most,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides by the rank, whatever the number
+        target_modules=list(ranks),
+        rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != most},
+    )
+    # peft matches the names of a state dict exactly, and names in a list only by their ends.
+    names = {f"{name}.lora_A.weight": torch.empty(0) for name in ranks}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
+        inject_adapter_in_model(config, model, adapter_name=adapter_name, low_cpu_mem_usage=True, state_dict=names)
+    for name in ranks:
+        layer: Any = model.get_submodule(name)
+        for part in (layer.lora_A[adapter_name], layer.lora_B[adapter_name]):
+            part.float()
+            if layer.weight.device.type != "meta":
+                part.to_empty(device=layer.weight.device)
+
+
+def lora_parameters(model: nn.Module, adapter_name: str = DEFAULT) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters of one adapter: `<layer>.lora_A.<adapter>.weight` and the same with `lora_B`."""
+    for name, parameter in named_parameters_to_fill(model):
+        if name.endswith((f".lora_A.{adapter_name}.weight", f".lora_B.{adapter_name}.weight")):
+            yield name, parameter
+
+
+def init_lora(model: nn.Module, seed: int) -> None:
+    """Initialise A uniformly in +-1/sqrt(in) (Kaiming with a = sqrt(5), as in peft) and B with zeros.
+
+    The adapter is therefore the identity at first. Values are a function of (seed, parameter name) for any sharding;
+    no communication.
+    """
+    for name, parameter in lora_parameters(model):
+        if ".lora_B." in name:
+            fill(parameter, torch.zeros(parameter.shape))
+        else:
+            bound = 1 / math.sqrt(math.prod(parameter.shape[1:]))
+            draw = weight_generator(seed, name).random(tuple(parameter.shape), dtype="float32")
+            fill(parameter, torch.from_numpy(draw).mul_(2 * bound).sub_(bound))
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    """The peft layers that hold the adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def active_adapters(model: nn.Module) -> list[str]:
+    """Names of the active adapters; [] without adapters."""
+    layers = lora_layers(model)
+    return list(layers[0].active_adapters) if layers else []
+
+
+def set_active_adapters(model: nn.Module, names: Sequence[str]) -> None:
+    """Switch these adapters on and all others off. `requires_grad` does not change.
+
+    A compiled model compiles its blocks once for each set of active adapters.
+    """
+    for layer in lora_layers(model):
+        trainable = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+        layer.set_adapter(list(names))
+        for parameter, requires_grad in trainable:
+            parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def active_only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Context manager in which only these adapters are active; `[]` is the published model."""
+    before = active_adapters(model)
+    set_active_adapters(model, names)
+    try:
+        yield
+    finally:
+        set_active_adapters(model, before)
+
+
+@contextmanager
+def without_assistant(model: nn.Module) -> Iterator[None]:
+    """Context manager for sampling: the base with the trained adapter, without the assistant."""
+    with active_only(model, [name for name in active_adapters(model) if name != ASSISTANT]):
+        yield
+
+
+def load_assistant(model: nn.Module, source: Path) -> AdapterWeights:
+    """Add a frozen second adapter, active together with the first one. Fills its values unless the model is on meta.
+
+    Args:
+        model: with or without the trained adapter.
+        source: a .safetensors file in diffusers', peft's or kohya's names.
+
+    Returns:
+        Its weights; pass them to `fill_adapter` after sharding a model on meta.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a LoRA, or is a LoRA for another model.
+    """
+    try:
+        weights = _read_for(model, source, shown=str(source))
+    except ConfigError as error:
+        raise option_error("lora.assistant_path", str(source), str(error).removeprefix(f"{source} ")) from None
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = active_adapters(model)
+    ranks = {name: down.shape[0] for name, down in weights.down.items()}
+    # Scale 1: alpha is in B already, and the ranks of the layers may differ.
+    _inject(model, ranks, alpha=1, adapter_name=ASSISTANT)
+    for layer in lora_layers(model):
+        if ASSISTANT in layer.scaling:
+            layer.scaling[ASSISTANT] = 1.0
+    wrapped = {_inside_wrapper(model, name) for name in trainable}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in wrapped)
+    set_active_adapters(model, [*before, ASSISTANT] if before else [ASSISTANT])
+    if not any(parameter.is_meta for _, parameter in lora_parameters(model, ASSISTANT)):
+        fill_adapter(model, weights)
+    return weights
+
+
+def _inside_wrapper(model: nn.Module, name: str) -> str:
+    """The name of a parameter after its layer was wrapped."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path}.base_layer.{leaf}" if hasattr(model.get_submodule(path), "base_layer") else name
+
+
+def _read_for(model: nn.Module, source: Path | Mapping[str, Tensor], *, shown: str, **options: Any) -> AdapterWeights:
+    """`read_adapter` for a model that has or gets adapters, with matrices of the sizes of its layers."""
+    weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), shown=shown, **options)
+    for name, down in weights.down.items():
+        layer: Any = model.get_submodule(name)
+        out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
+        up = weights.up[name]
+        fits_down = down.shape[1:] == (in_size, *kernel)
+        if not (fits_down and up.shape == (out_size, down.shape[0], *(1 for _ in kernel))):
+            right = f"is a LoRA for another model: {name} maps {in_size} to {out_size} here"
+            raise ConfigError(f"{shown} {right}, {down.shape[-1]} to {up.shape[0]} there")
+    return weights
+
+
+def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = ASSISTANT) -> None:
+    """Copy matrices into an adapter, sharded or not; no communication. Layers without matrices keep their values."""
+    for name, parameter in lora_parameters(model, adapter_name):
+        layer, _, part = name.removesuffix(f".{adapter_name}.weight").rpartition(".")
+        matrices = weights.down if part == "lora_A" else weights.up
+        if layer in matrices:
+            fill(parameter, matrices[layer])
+
+
+def start_from(
+    model: nn.Module,
+    source: Path | Mapping[str, Tensor],
+    *,
+    rank: int,
+    scale: float,
+    target_modules: Sequence[str],
+    alpha: float | None = None,
+    shown: str,
+) -> tuple[int, int]:
+    """Fill the trained adapter of a new run, sharded or not, so that it computes what another LoRA computes.
+
+    Layers that the other LoRA lacks keep their zeros in B. No communication.
+
+    Args:
+        model: its trained adapter has initial values.
+        source, alpha, shown: see `read_adapter`.
+        rank, scale, target_modules: of the trained adapter. `scale` is its alpha / rank.
+
+    Returns:
+        How many layers of the adapter the source has, and how many there are.
+
+    Raises:
+        ConfigError: the source is not a LoRA, is for another model, or has another rank or layers without an adapter.
+    """
+    weights = _read_for(model, source, shown=shown, alpha=alpha, scale=scale)
+    trained = {name.partition(".lora_")[0] for name, _ in lora_parameters(model)}
+    # A file in kohya's names has zeros for those parts of a fused layer that were not trained.
+    if further := [name for name, up in weights.up.items() if name not in trained and up.any()]:
+        ends = sorted({re.split(r"blocks\.\d+\.", name)[-1] for name in further})
+        right = f"does not train; add them with --lora.target_modules {shlex.join([*target_modules, *ends])}"
+        raise ConfigError(f"{shown} has {len(further)} layers, such as {further[0]}, that this run {right}")
+    down, up = {}, {}
+    for name in trained & weights.up.keys():
+        down[name], up[name] = _without_zeros(weights.down[name], weights.up[name], rank)
+    ranks = sorted({matrix.shape[0] for matrix in down.values()})
+    if len(ranks) > 1:
+        raise ConfigError(f"{shown} has ranks from {ranks[0]} to {ranks[-1]}; must be lora.rank in all layers")
+    if ranks not in ([], [rank]):
+        raise ConfigError(f"{shown} has rank {ranks[0]}, and lora.rank is {rank} here; set --lora.rank {ranks[0]}")
+    fill_adapter(model, AdapterWeights(down, up), DEFAULT)
+    return len(down), len(trained)
+
+
+def _without_zeros(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The same product of lower rank: without columns of zeros in B, as a fused layer in kohya's names has them."""
+    if down.shape[0] <= rank:
+        return down, up
+    is_used = up.transpose(0, 1).flatten(1).any(dim=1)
+    kept = torch.argsort((~is_used).int(), stable=True)[: max(rank, int(is_used.sum()))]
+    return down[kept], up[:, kept]

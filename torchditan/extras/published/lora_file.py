@@ -1,0 +1,164 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Read a LoRA with the layer names of diffusers, of peft or of kohya's scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torchditan.checkpoint.safetensors_files import open_file
+from torchditan.errors import ConfigError
+from torchditan.extras.published.lora_layers import (
+    families_with_original_layers,
+    original_layer,
+    rows_of_parts,
+    swap_shift_and_scale,
+)
+
+_PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
+"""Prefixes of module names in LoRA files."""
+_DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
+_UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
+_OTHER_KIND = "must be one in the names of diffusers, peft or kohya"
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """Matrices of a LoRA: layer name -> A (rank, in) and B (out, rank). B includes alpha, see `read_adapter`."""
+
+    down: dict[str, Tensor]
+    up: dict[str, Tensor]
+
+
+def is_lora(names: Iterable[str]) -> bool:
+    """Whether some of these tensors are the matrices of a LoRA."""
+    return any(_split_key(name)[0] in ("down", "up") for name in names)
+
+
+def stated_model(path: Path) -> str | None:
+    """The model that an exported LoRA was trained for, if the file states it."""
+    with open_file(path) as file:
+        model: str | None = (file.metadata() or {}).get("model")
+    return model
+
+
+def read_adapter(
+    source: Path | Mapping[str, Tensor],
+    layers: Sequence[str],
+    *,
+    shown: str,
+    alpha: float | None = None,
+    scale: float = 1,
+) -> AdapterWeights:
+    """The matrices of a LoRA for a model with these linear layers and convolutions.
+
+    Accepts the names of diffusers and peft (`transformer.<layer>.lora_A.weight`), and those of kohya for FLUX and SD3
+    (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha`, from diffusers'
+    metadata, or from peft's adapter_config.json in the same folder.
+
+    Args:
+        source: a .safetensors file, or the tensors of one.
+        layers: names of the model's layers.
+        shown: the source in messages, which start with it.
+        alpha: used if the source states none. None: the rank.
+        scale: the model that gets the matrices computes scale * B A. This equals the update of the source.
+
+    Raises:
+        ConfigError: the source is not a LoRA, or has layers that the model does not have.
+    """
+    state, peft = _open(source) if isinstance(source, Path) else (source, _PeftOptions(None, {}))
+    known = _layers_by_stem(layers)
+    is_kohya = any(key.startswith("lora_unet_") for key in state)
+    down: dict[str, Tensor] = {}
+    up: dict[str, Tensor] = {}
+    alphas: dict[str, float] = {}
+    for key, tensor in state.items():
+        kind, stem = _split_key(key)
+        if kind is None:
+            raise ConfigError(f"{shown} is not a LoRA of linear layers: it has {key}; {_OTHER_KIND}")
+        parts = known.get(stem)
+        if parts is None:
+            raise ConfigError(f"{shown} is a LoRA for another model: this one has no linear layer {stem}")
+        if kind == "alpha":
+            alphas |= dict.fromkeys(parts, float(tensor))
+        elif kind == "down":
+            down |= dict.fromkeys(parts, tensor.float())
+        else:
+            shares = rows_of_parts(parts, unit=1)
+            unit, rest = divmod(tensor.shape[0], sum(shares))
+            if rest:
+                raise ConfigError(f"{shown} is a LoRA for another model: {key} has {tensor.shape[0]} rows")
+            up |= dict(zip(parts, tensor.float().split([unit * share for share in shares]), strict=True))
+    if not down or down.keys() != up.keys():
+        raise ConfigError(f"{shown} is not a LoRA: it has no pairs of lora_A and lora_B; {_OTHER_KIND}")
+    for layer, matrix in down.items():
+        rank = matrix.shape[0]
+        if is_kohya:
+            up[layer] = swap_shift_and_scale(layer, matrix, up[layer])
+        stated = (alphas.get(layer), peft.alpha_of(layer, rank), alpha, rank)
+        up[layer] = up[layer] * (next(value for value in stated if value is not None) / rank / scale)
+    return AdapterWeights(down, up)
+
+
+@dataclass(frozen=True)
+class _PeftOptions:
+    """What a LoraConfig of peft states about alpha."""
+
+    alpha: float | None
+    by_layer: Mapping[str, float]
+    """Alpha by the end of a layer's name."""
+    is_over_square_root: bool = False
+    """Whether the update is scaled by alpha / sqrt(rank) (rsLoRA)."""
+
+    def alpha_of(self, layer: str, rank: int) -> float | None:
+        """The alpha that gives the same update as alpha / rank; None if it is not stated."""
+        ends = [value for end, value in self.by_layer.items() if f".{layer}".endswith(f".{end}")]
+        alpha = ends[0] if ends else self.alpha
+        return alpha * math.sqrt(rank) if alpha is not None and self.is_over_square_root else alpha
+
+
+def _open(path: Path) -> tuple[dict[str, Tensor], _PeftOptions]:
+    with open_file(path) as file:
+        metadata = file.metadata() or {}
+        state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a mapping
+    beside = path.with_name("adapter_config.json")
+    text: str | bytes = metadata.get("lora_adapter_metadata", "{}")
+    if path.name == "adapter_model.safetensors" and beside.is_file():  # as peft saves it
+        text = beside.read_bytes()
+    stated = json.loads(text)
+    found: dict[str, Any] = {}
+    for prefix in ("", *_PREFIXES):
+        found |= {key.removeprefix(prefix): value for key, value in stated.items() if key.startswith(prefix)}
+    by_layer = {end.lstrip("^"): value for end, value in (found.get("alpha_pattern") or {}).items()}
+    return state, _PeftOptions(found.get("lora_alpha"), by_layer, bool(found.get("use_rslora")))
+
+
+def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Name of a layer in a file -> layers of the model: several if the file fuses them into one."""
+    known: dict[str, tuple[str, ...]] = {}
+    for model_name in families_with_original_layers():
+        for name in layers:
+            original = original_layer(model_name, name)
+            if original is not None and set(original.parts) <= set(layers):
+                known[original.name.replace(".", "_")] = original.parts
+    for name in layers:
+        known[name] = known[name.replace(".", "_")] = (name,)
+    return known
+
+
+def _split_key(key: str) -> tuple[str | None, str]:
+    """('down', 'up' or 'alpha', name of the layer in the file). The first is None if the key is not a LoRA's."""
+    for kind, endings in (("down", _DOWN), ("up", _UP), ("alpha", (".alpha",))):
+        for ending in endings:
+            if key.endswith(ending):
+                stem = key.removesuffix(ending)
+                for prefix in (*_PREFIXES, "lora_transformer_", "lora_unet_"):
+                    stem = stem.removeprefix(prefix)
+                return kind, stem
+    return None, key

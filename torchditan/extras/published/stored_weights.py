@@ -1,0 +1,170 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Locates published weights and reads them one tensor at a time.
+
+Notable:
+- only safetensors: a pickle can execute code;
+- a folder of diffusers is read directly from its mapped files, in any number of shards. diffusers renames a single file
+  with its publisher's names, which needs the whole file in host memory once per rank;
+- every tensor must be present with the right shape. Otherwise a missing tensor would silently keep random values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.checkpoint.safetensors_files import open_file
+from torchditan.errors import ConfigError, option_error
+from torchditan.extras.published.base import require
+from torchditan.run.hub import fetch
+
+_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
+"""Prefixes of the names of a transformer's tensors in files."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Weights of one transformer on disk."""
+
+    path: Path
+    """A folder with config.json, or one .safetensors file."""
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.is_file()
+
+    def config(self) -> dict[str, Any] | None:
+        """The config.json of the folder; None for a single file."""
+        if self.is_file:
+            return None
+        content: dict[str, Any] = json.loads((self.path / "config.json").read_text(encoding="utf-8-sig"))
+        return content
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name -> shape of the tensors in a folder, from the headers of its files."""
+        shapes: dict[str, torch.Size] = {}
+        for file in self.files():
+            with open_file(file) as reader:
+                shapes |= {name: torch.Size(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+        return shapes
+
+    def tensors(self, *, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in diffusers, full tensor on the CPU in its stored dtype), one at a time."""
+        if self.is_file:
+            yield from self._converted(model_class, config)
+            return
+        for file in self.files():
+            with open_file(file) as reader:
+                for name in reader.keys():  # noqa: SIM118  no mapping: it has only this
+                    yield name, reader.get_tensor(name)
+
+    def files(self) -> list[Path]:
+        """The safetensors files of a folder: those listed in its index, or its only file.
+
+        Raises:
+            ConfigError: the folder has no such file, or some are missing.
+        """
+        if indices := sorted(self.path.glob("*.safetensors.index.json")):
+            listed = json.loads(indices[0].read_text(encoding="utf-8-sig"))["weight_map"].values()
+            files = [self.path / Path(name).name for name in sorted(set(listed))]
+        else:
+            files = sorted(self.path.glob("*.safetensors"))
+            files = [file for file in files if file.name == "diffusion_pytorch_model.safetensors"] or files
+        missing = [f"no {file.name}" for file in files if not file.is_file()]
+        if missing or not files:
+            right = f"has {'no .safetensors file' if not files else missing[0]}; {HOW_TO_GET}"
+            raise option_error("model.path", str(self.path), right)
+        return files
+
+    def _converted(self, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        with open_file(self.path) as reader:
+            checkpoint = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+        if bare := _with_diffusers_names(checkpoint):
+            yield from bare.items()
+            return
+        table = require("diffusers.loaders.single_file_model").SINGLE_FILE_LOADABLE_CLASSES
+        try:
+            yield from table[model_class]["checkpoint_mapping_fn"](config=config, checkpoint=checkpoint).items()
+        except (KeyError, ValueError, RuntimeError, IndexError, StopIteration) as error:
+            reason = f"{model_class} of diffusers cannot rename its tensors ({type(error).__name__}: {error})"
+            raise option_error("model.path", str(self.path), f"is not a file of this model: {reason}") from error
+
+
+HOW_TO_GET = (
+    "fetch it with torchditan download, or `hf download`, and give the folder as --model.path "
+    "(gated models need their terms accepted and HF_TOKEN set)"
+)
+
+
+def _with_diffusers_names(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The tensors by diffusers' names, or None if the file has its publisher's names. Prefixes are removed."""
+    marks = ("transformer_blocks.0.", "blocks.0.attn1.", "down_blocks.0.", "time_text_embed.", "condition_embedder.")
+    for prefix in _PREFIXES:
+        if any(name.startswith(tuple(prefix + mark for mark in marks)) for name in checkpoint):
+            return {name.removeprefix(prefix): value for name, value in checkpoint.items()}
+    return None
+
+
+def find_published(path: str, *, subfolder: str) -> PublishedWeights:
+    """The weights at `model.path`: a folder (of the transformer or of a whole pipeline), a file, or a hub name.
+
+    Raises:
+        ConfigError: they do not exist or cannot be downloaded.
+    """
+    patterns = ["model_index.json", f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
+    local = fetch(path, patterns=patterns, what=f"{subfolder}/", option="model.path")
+    if local.is_file():
+        if local.suffix != ".safetensors":
+            right = "must be a .safetensors file, or a folder (other formats may execute code when they are read)"
+            raise option_error("model.path", path, right)
+        return PublishedWeights(local)
+    if not local.is_dir():
+        raise option_error("model.path", path, f"does not exist; {HOW_TO_GET}")
+    for folder in (local, local / subfolder):
+        if (folder / "config.json").is_file():
+            found = PublishedWeights(folder)
+            found.files()
+            return found
+    raise option_error("model.path", path, f"has neither config.json nor {subfolder}/config.json; {HOW_TO_GET}")
+
+
+def find_lora(path: str) -> Path:
+    """The LoRA file at `lora.assistant_path`: a file, a folder with one file, or a hub name.
+
+    Raises:
+        ConfigError: it does not exist, or a folder has several.
+    """
+    local = fetch(path, patterns=["*.safetensors"], what="a .safetensors file", option="lora.assistant_path")
+    if local.is_dir():
+        files = sorted(local.glob("*.safetensors"))
+        if len(files) != 1:
+            right = f"holds {len(files)} .safetensors files; must be one of them, or a folder with one"
+            raise option_error("lora.assistant_path", path, right)
+        return files[0]
+    if not local.is_file():
+        right = "does not exist; must be a LoRA in a .safetensors file, or a hub name"
+        raise option_error("lora.assistant_path", path, right)
+    return local
+
+
+def check_names(expected: dict[str, torch.Size], found: dict[str, torch.Size], *, path: str) -> None:
+    """Check that a file has exactly the tensors of the model, with their shapes.
+
+    Raises:
+        ConfigError: names the first tensor that differs.
+    """
+    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differing:
+        name = differing[0]
+        want, have = (None if name not in where else list(where[name]) for where in (expected, found))
+        if want is None:
+            what = f"{name} is not a tensor of this model"
+        else:
+            what = f"{name} must be {want} and is {'missing' if have is None else have}"
+        many = f" ({len(differing)} tensors differ)" if len(differing) > 1 else ""
+        raise ConfigError(f"model.path = {json.dumps(path)}: is another model than model.flavor: {what}{many}")

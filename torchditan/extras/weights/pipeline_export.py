@@ -1,0 +1,118 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Export a full fine-tune of a published model as a folder that diffusers opens.
+
+Notable:
+- if all other parts of the pipeline are on this machine, the folder is a whole pipeline. The parts are copied from
+  the places that the run used (`text_encoder.path`, `model.path`, `autoencoder.path`, the hub's cache);
+- otherwise the folder holds only the transformer, which you pass to the stock pipeline as an argument;
+- tensors are copied one at a time, so that the export needs little host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from torchditan.checkpoint.safetensors_files import TensorToWrite, write_weights
+from torchditan.checkpoint.weights import Weights
+from torchditan.config.loader import from_dict
+from torchditan.config.options import Config
+from torchditan.errors import ConfigError
+from torchditan.extras.published import PublishedModel, family
+from torchditan.extras.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
+from torchditan.extras.weights.trained_model import stored_spec
+from torchditan.models.saved_weights import saved_weights
+from torchditan.run.atomic_files import new_folder
+from torchditan.run.hub import fetch
+
+
+@dataclass(frozen=True)
+class _OtherParts:
+    """The parts of a pipeline other than the transformer, on this machine."""
+
+    index: Path
+    folders: dict[str, Path]
+
+
+def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> ExportedPipeline:
+    """`torchditan.extras.weights.diffusers_export.export_to_diffusers` for a full fine-tune of a published model.
+
+    Args:
+        weights: those of a published model, from `open_model`.
+        folder: the folder to create; it must not exist.
+        dtype: float32 or bfloat16, of the transformer. Other parts are copied unchanged.
+
+    Raises:
+        ConfigError: `folder` exists or cannot be written, or the weights are those of another model.
+    """
+    assert weights.config is not None
+    config = from_dict(weights.config)
+    cls, flavor = family(config.model.name), family(config.model.name).flavors[config.model.flavor]
+    pipeline_class = flavor.pipeline_class or cls.pipeline_class
+    with torch.device("meta"):
+        model = cast(PublishedModel, stored_spec(config).build())
+    weights.check(model)
+    parts = _find_other_parts(config, pipeline_class=pipeline_class, subfolder=cls.subfolder)
+    base = config.model.path or config.model.flavor
+    metadata = {"format": "pt", "base": base, "step": str(weights.step), "weights": str(weights.kind)}
+    with new_folder(folder) as new:
+        inner = new
+        if isinstance(parts, _OtherParts):
+            inner = new / cls.subfolder
+            shutil.copyfile(parts.index, new / INDEX_FILE)
+            for name, part in parts.folders.items():
+                shutil.copytree(part, new / name)
+        model.transformer.save_config(inner)
+        write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, weights, dtype), metadata)
+    if isinstance(parts, _OtherParts):
+        return ExportedPipeline(weights, f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
+    base = config.text_encoder.path or config.model.path or flavor.hub_name or "BASE"
+    transformer = f'{cls.subfolder}={cls.model_class}.from_pretrained("{folder}")'
+    return ExportedPipeline(weights, f'{pipeline_class}.from_pretrained("{base}", {transformer})', left_out=parts)
+
+
+def _transformer_tensors(model: PublishedModel, weights: Weights, dtype: torch.dtype) -> list[TensorToWrite]:
+    """All tensors of the diffusers state dict. Buffers that were not weights come from the model."""
+    return [
+        TensorToWrite(
+            name.removeprefix("transformer."),
+            tuple(tensor.shape),
+            dtype,
+            partial(weights.tensor, name) if name in weights.shapes else tensor.detach,
+        )
+        for name, tensor in saved_weights(model).items()
+    ]
+
+
+def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) -> _OtherParts | str:
+    """All other parts of the pipeline, as the run used them; the reason as a string if some are missing here."""
+    place = config.text_encoder.path or config.model.path
+    if place is None:
+        return "the run started from random weights, without a pipeline"
+    try:
+        folder = fetch(place, patterns=[INDEX_FILE], what=INDEX_FILE, option="model.path")
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8-sig"))
+        found = index.get("_class_name")
+    except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
+        return f"{place} has no {INDEX_FILE}"
+    if found != pipeline_class:
+        return f"{place} is a {found}"
+    names = [
+        name for name, value in index.items() if isinstance(value, list) and value and value[0] and name != subfolder
+    ]
+    folders = {name: folder / name for name in names}
+    own_vae = config.autoencoder.path
+    if "vae" in folders and own_vae is not None and own_vae != place:
+        try:
+            vae = fetch(own_vae, patterns=[INDEX_FILE], what=INDEX_FILE, option="model.path")
+        except ConfigError:
+            return f"{own_vae} is not on this machine"
+        folders["vae"] = vae / "vae" if (vae / "vae/config.json").is_file() else vae
+    missing = [name for name, path in folders.items() if not path.is_dir()]
+    return f"{folder} has no {missing[0]}/" if missing else _OtherParts(folder / INDEX_FILE, folders)
