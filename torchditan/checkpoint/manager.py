@@ -57,7 +57,7 @@ from torchditan.checkpoint.loading import (
     read_numbers,
 )
 from torchditan.checkpoint.run_state import ModelState, RunState, Snapshot
-from torchditan.checkpoint.weights import export_model, open_weights_file
+from torchditan.checkpoint.weights import Kind, export_model, open_weights_file
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
@@ -172,8 +172,8 @@ class CheckpointManager:
         """Write only the weights of this step, averaged if the run has an average, to one file."""
         progress, model, average = self.state.progress, self.state.tensors["model"], self.state.tensors.get("ema")
         path = self._final_weights_path(progress.step)
-        kind, averaged = ("raw", {}) if average is None else ("ema", average.state_dict())
-        weights = {**model.state_dict(), **averaged}
+        kind: Kind = "raw" if average is None else "ema"
+        weights = {**model.state_dict(), **({} if average is None else average.state_dict())}
         self.failure = self._first_failure(
             lambda: export_model(path, weights, config=self.config, progress=progress, kind=kind)
         )

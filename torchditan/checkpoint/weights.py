@@ -225,7 +225,7 @@ def open_weights_file(path: Path) -> Weights:
         raise ConfigError(f"{path} {right} {VERSION}")
     try:
         described = {name: json.loads(metadata.get(name, "null")) for name in ("config", "class_names")}
-        counts = {name: int(metadata[name]) for name in ("step", "images_seen")}
+        step, images_seen = int(metadata["step"]), int(metadata["images_seen"])
         kind = metadata["weights"]
     except (KeyError, ValueError, RecursionError):
         kind = None
@@ -233,7 +233,8 @@ def open_weights_file(path: Path) -> Weights:
         raise ConfigError(f"{path} has invalid metadata; export it again")
     return replace(
         weights,
-        **counts,
+        step=step,
+        images_seen=images_seen,
         config=described["config"],
         kind=cast(Kind, kind),
         git_commit=metadata.get("git_commit"),

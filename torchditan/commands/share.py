@@ -59,9 +59,9 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
 
     from torchditan.checkpoint.safetensors_files import DTYPES
+    from torchditan.datasets.latents import has_latents
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.errors import option_error
-    from torchditan.extras.latents.shared import has_latents
     from torchditan.extras.sharing.model_card import Statements
     from torchditan.extras.sharing.share import share
     from torchditan.run.hub import PREFIX, upload_folder

@@ -196,12 +196,13 @@ def open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -
     if not config.autoencoder.online and dataset.index is None:
         return pixel_space(config.autoencoder, dataset)
     needs_decoder = config.metrics.enable_sampling or config.evaluation.freq > 0
+    stored: Any = dataset
     try:
         open_latents = job_part("autoencoder.name")
     except ConfigError:
         if dataset.index is None or config.autoencoder.online:
             raise
-        dataset.with_logvar = config.autoencoder.sample_posterior
+        stored.with_logvar = config.autoencoder.sample_posterior
         shape = dataset.sample_shape
         return StoredLatents(config.autoencoder, dataset.index, sample_shape=shape, device=device)
     with report_progress("opening the autoencoder"):

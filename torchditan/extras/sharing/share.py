@@ -19,9 +19,10 @@ import torch
 from torchditan.checkpoint.weights import Kind, Weights, write_model_file
 from torchditan.config.loader import from_dict
 from torchditan.config.options import flatten
+from torchditan.datasets.latents import has_latents
 from torchditan.errors import ConfigError
 from torchditan.extras.autoencoders import runs_code
-from torchditan.extras.latents.shared import has_latents, link_latents
+from torchditan.extras.latents.shared import link_latents
 from torchditan.extras.sharing.model_card import Statements, latents_card, model_card
 from torchditan.extras.sharing.shared_config import SHARED, shared_config
 from torchditan.extras.weights.diffusers_export import export_to_diffusers

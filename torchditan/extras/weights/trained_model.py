@@ -369,7 +369,7 @@ class TrainedModel:
         from torchditan.extras.captions.dataset import rows_of_prompts
 
         rows, self.spec = rows_of_prompts(self.spec, self.config, prompts, device=self.device)
-        return cast(SampleRows, rows)
+        return rows
 
 
 def load(
