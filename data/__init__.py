@@ -4,8 +4,6 @@
 `build(config, *, split, input_channels)` returns an `ImageDataset` (torchditan/data_stream/datasets.py).
 `build_dataset` checks it and compares it with the options. docs/extending.md has an example.
 The folder data/ is the package `torchditan.datasets`.
-
-May import: config, data_stream, evaluation, latents, models, randomness, registry, run.
 """
 
 from __future__ import annotations

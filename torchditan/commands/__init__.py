@@ -2,9 +2,6 @@
 """What users run: the commands of `torchditan`. train.py starts the same code in a checkout.
 
 Importing this package imports no other module, so that `torchditan --help` is fast.
-
-May import: autoencoders, config, data_stream, datasets, distributed, evaluation, finetune, job, latents, registry,
-report, run, supervision, trainer, weights.
 """
 
 from __future__ import annotations

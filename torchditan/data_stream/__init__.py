@@ -1,5 +1,2 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The training stream: dataset protocols (datasets.py), position -> sample (order.py), sample -> batch (loader.py).
-
-May import: config, randomness, supervision.
-"""
+"""The training stream: dataset protocols (datasets.py), position -> sample (order.py), sample -> batch (loader.py)."""

@@ -1,5 +1,2 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Objectives (loss and sampling), timestep distributions, samplers and guidance, independent of ranks and runs.
-
-May import: config, models, randomness, registry.
-"""
+"""Objectives (loss and sampling), timestep distributions, samplers and guidance, independent of ranks and runs."""

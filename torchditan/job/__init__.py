@@ -1,5 +1,2 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""From options to a training job: complete and check the options (prepare.py, complete.py). trainer.py builds it.
-
-May import: checkpoint, config, data_stream, diffusion, distributed, latents, models, optim, registry, run.
-"""
+"""From options to a training job: complete and check the options (prepare.py, complete.py). trainer.py builds it."""

@@ -3,8 +3,6 @@
 
 To add an architecture, write a function like `build_dit_spec` and name it in `ARCHITECTURES` of registry.py. To add an
 architecture of diffusers, add a file to extras/published/ (docs/adding_a_model.md).
-
-May import: config, randomness, registry.
 """
 
 from __future__ import annotations

@@ -1,5 +1,2 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Optimizers by parameter groups, learning-rate schedule, gradient clipping, EMA, divergence guard, loss scaling.
-
-May import: config, distributed, models, registry.
-"""
+"""Optimizers by parameter groups, learning-rate schedule, gradient clipping, EMA, divergence guard, loss scaling."""

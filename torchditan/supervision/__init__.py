@@ -1,5 +1,2 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Around the training: watchdog, lost ranks, stop requests, the exit status and its reason.
-
-May import: config, data_stream, distributed, run.
-"""
+"""Around the training: watchdog, lost ranks, stop requests, the exit status and its reason."""

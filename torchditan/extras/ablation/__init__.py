@@ -2,6 +2,4 @@
 """Ablations: a grid file (grid.py), its runs (runner.py, launch.py) and one ledger (ledger.py). See docs/ablations.md.
 
 autotune.py searches the batch size of one run.
-
-May import: config, diffusion, distributed, finetune, planner, registry, run, supervision.
 """

@@ -1,8 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Autoencoders by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them.
-
-May import: config, registry, run.
-"""
+"""Autoencoders by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,4 @@
 
 `python -m torchditan.planner` prints a plan. plan.py combines the traced step (trace.py), memory.py and step_bound.py.
 batch_size.py finds the largest batch size, also for the autotuner.
-
-May import: config, diffusion, distributed, finetune, job, models, optim, registry, run, supervision.
 """

@@ -7,6 +7,4 @@
   runs, effects.py compares speed and memory, verdicts.py quality.
 - figures.py draws all plots; samples.py shows sample grids; labels.py writes numbers and names.
 - sampling_table.py is apart: evaluations at several sampling options as a table with a plot.
-
-May import: ablation, config, evaluation, finetune, run.
 """

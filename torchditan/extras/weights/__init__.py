@@ -1,6 +1,2 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Weights at any address (opening.py): a trained model (trained_model.py), export, import, sharing.
-
-May import: autoencoders, checkpoint, config, diffusion, distributed, evaluation, finetune, job, latents, models,
-registry, run.
-"""
+"""Weights at any address (opening.py): a trained model (trained_model.py), export, import, sharing."""

@@ -6,8 +6,6 @@ foreign_files.py; of a folder of diffusers also its path, and config.json as `co
 of `IMPORT_OPTIONS` that the format takes. The result, from `layout.converted`, has our names, and the options with
 which our model and samplers compute what the project's own code computes. A ConfigError continues the path of the
 file, "has no ...", or names an option.
-
-May import: config, models, registry, weights.
 """
 
 IMPORT_OPTIONS = ("num_heads", "sample_size", "noise_schedule", "prediction")
