@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchditan.config.options import Model
-from torchditan.extras.published import PublishedModel, family
+from torchditan.extras.published.families import PublishedModel, family
 from torchditan.models import build_model_spec
 from torchditan.models.spec import Condition, ModelSpec
 from torchditan.registry import FAMILIES

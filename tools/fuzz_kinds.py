@@ -50,7 +50,7 @@ from torchditan.extras.evaluation.sample_batches import (
     read_statistics,
     write_reference,
 )
-from torchditan.extras.published import build_published_spec
+from torchditan.extras.published.families import build_published_spec
 from torchditan.extras.published.lora import load_assistant
 from torchditan.extras.report.report import write_report
 from torchditan.extras.sharing.model_card import Statements

@@ -80,7 +80,7 @@ SAMPLERS = Registry(
 """`sampling.sampler`: subclasses of `torchditan.diffusion.samplers.Sampler`."""
 
 JOB_PARTS = {
-    "model.name": "torchditan.extras.published:build_published_spec",  # of a published model
+    "model.name": "torchditan.extras.published.families:build_published_spec",  # of a published model
     "model.text": "torchditan.extras.captions.dataset:open_captions",
     "autoencoder.name": "torchditan.extras.latents.latent_space:build_sample_space",
     "training.batch_size": "torchditan.extras.ablation.autotune:resolve_batch_size",  # of "auto"

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
 from torchditan.errors import ConfigError
-from torchditan.extras.published import family
 from torchditan.extras.published.base import build_transformer
+from torchditan.extras.published.families import family
 from torchditan.extras.published.lora import add_lora, find_target_modules, load_assistant, lora_parameters
 from torchditan.extras.published.lora_layers import original_layer
 from torchditan.extras.weights.lora_export import export_lora

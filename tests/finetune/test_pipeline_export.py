@@ -25,7 +25,7 @@ from test_finetune import flags as job_of_captions
 from test_finetune import write_balls
 from test_whole_path import assert_same, job, opened, random_condition
 
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript

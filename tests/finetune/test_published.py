@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchditan.config.options import Model
 from torchditan.errors import ConfigError
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 from torchditan.models import build_model_spec
 from torchditan.models.flops import count_model_flops
 from torchditan.models.spec import ModelSpec

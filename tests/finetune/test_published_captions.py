@@ -11,7 +11,7 @@ import torch
 from debugmodels import spec_of
 from torch import nn
 
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")

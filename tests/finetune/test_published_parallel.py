@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchditan.config.options import Compile
 from torchditan.distributed.parallelize import parallelize
-from torchditan.extras.published import PublishedModel
+from torchditan.extras.published.families import PublishedModel
 
 pytest.importorskip("diffusers")
 

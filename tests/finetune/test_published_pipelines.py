@@ -14,7 +14,7 @@ from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 from torchditan.extras.published.flux import pack, unpack
 from torchditan.extras.published.wan import first_frame_condition
 

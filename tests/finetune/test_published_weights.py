@@ -12,7 +12,7 @@ import torch
 from debugmodels import MODELS, built, inputs_of, pristine, spec_of
 
 from torchditan.errors import ConfigError
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 
 pytest.importorskip("diffusers")
 safetensors = pytest.importorskip("safetensors.torch")

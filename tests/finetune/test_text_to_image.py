@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import tiny_pipelines
 
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.run.reading import read_config, read_metrics
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 
 _LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 

@@ -85,6 +85,7 @@ def test_the_quickstart_imports_only_the_core_and_the_planner(tmp_path: Path) ->
     print(f"the quickstart imports {len(modules)} files with {lines:,} lines")
     assert (tmp_path / "quickstart" / "samples" / "step_00000002.png").exists()  # it sampled too
     extras = {part_of(name) for name in modules if name.startswith("torchditan.extras.")}
-    assert extras == {"extras.planner"}
+    assert extras == {"extras.planner", "extras.published"}  # of the latter only resolutions.py
+    assert "torchditan.extras.published.families" not in modules
     datasets = [name.removeprefix("torchditan.") for name in modules if name.startswith("torchditan.datasets")]
     assert sorted(datasets) == ["datasets", "datasets.digits", "datasets.options"]

@@ -32,7 +32,7 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     """(option, hub name, file patterns) of everything that is on the hub and not in a local folder."""
     from torchditan.extras.captions.encode import TEXT_PARTS
     from torchditan.extras.captions.single_encoder import FILES
-    from torchditan.extras.published import family
+    from torchditan.extras.published.families import family
     from torchditan.registry import FAMILIES
     from torchditan.run.hub import is_hub_name
 

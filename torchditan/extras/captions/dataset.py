@@ -32,7 +32,7 @@ from torchditan.extras.captions.encode import (
 )
 from torchditan.extras.captions.tokens import beginning, describe_tokens
 from torchditan.extras.latents.latent_space import complete_from_autoencoder, decode_latents
-from torchditan.extras.published import family, patch_size_of
+from torchditan.extras.published.families import family, patch_size_of
 from torchditan.extras.published.stored_weights import find_lora
 from torchditan.job.complete import with_empty_caption
 from torchditan.models import ModelSpec, TextEmbeddings

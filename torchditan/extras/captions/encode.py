@@ -26,8 +26,8 @@ from torchditan.distributed.process_group import Rank
 from torchditan.errors import ConfigError, first_line, option_error
 from torchditan.extras.autoencoders import Autoencoder, open_autoencoder
 from torchditan.extras.captions.tokens import Tokenizer, tokenizer_of_transformers
-from torchditan.extras.published import PublishedModel, family
 from torchditan.extras.published.base import require
+from torchditan.extras.published.families import PublishedModel, family
 from torchditan.extras.published.stored_weights import HOW_TO_GET
 from torchditan.registry import FAMILIES, TEXT_ENCODERS, build, registered, resolve
 from torchditan.run.hub import fetch

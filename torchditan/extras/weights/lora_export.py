@@ -26,7 +26,7 @@ from torchditan.checkpoint.safetensors_files import TensorToWrite, write_weights
 from torchditan.checkpoint.weights import Kind
 from torchditan.config.loader import from_dict
 from torchditan.errors import ConfigError, option_error
-from torchditan.extras.published import family
+from torchditan.extras.published.families import family
 from torchditan.extras.published.lora import DEFAULT
 from torchditan.extras.published.lora_layers import (
     OriginalLayer,

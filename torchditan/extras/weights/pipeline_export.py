@@ -24,7 +24,7 @@ from torchditan.checkpoint.weights import Weights
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.errors import ConfigError
-from torchditan.extras.published import PublishedModel, family
+from torchditan.extras.published.families import PublishedModel, family
 from torchditan.extras.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
 from torchditan.extras.weights.trained_model import stored_spec
 from torchditan.models.saved_weights import saved_weights
