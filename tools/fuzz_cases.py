@@ -2,8 +2,9 @@
 """Opens changed files in a forked process that is watched, and judges what happened.
 
 A case is a copy of an example in an empty folder `here`, changed by some seeds, and opened. It is `ok`, `refused` (a
-ConfigError), or found: a traceback, too much memory, too much time, code that ran, a file outside that was read or
-written, or markup and control characters that reach a page or a terminal.
+ConfigError), a `traceback` (another exception, which a damaged file may raise), or found: too much memory, too much
+time, code that ran, a file outside that was read or written, or markup and control characters that reach a page or a
+terminal.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Kind:
 
 class Outcome(NamedTuple):
     verdict: str
-    """ok, refused, or what was found: traceback, memory, time, execution, read outside, write outside, markup,
-    terminal, crash."""
+    """ok, refused, traceback (an exception for a damaged file), or what was found: memory, time, execution, read
+    outside, write outside, markup, terminal, crash."""
     reason: str = ""
     place: str = ""
     """Last place in the project, which tells findings apart."""
@@ -88,7 +89,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_found(self) -> bool:
-        return self.verdict not in ("ok", "refused")
+        return self.verdict not in ("ok", "refused", "traceback")
 
 
 def steps_of(kind: str, seed: int, number: int) -> list[int]:

@@ -297,7 +297,7 @@ def test_the_scripts_name_their_grids(name: str, tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     parallel = ["1,4", "4,1"] if name == "debug" else ["1,4", "4,1", "2,2"]
     file = REPOSITORY / "train_configs" / "ablations" / f"{name}.toml"
-    expected = ["-m", "torchditan.extras.ablation", "run", str(file), "--axes.parallel", *parallel, "--dry-run"]
+    expected = ["-m", "torchditan.ablation", "run", str(file), "--axes.parallel", *parallel, "--dry-run"]
     assert result.stdout.splitlines() == expected
     assert file.exists()
 

@@ -206,7 +206,7 @@ WITHOUT_DATA = """
 import multiprocessing, os, signal, sys, threading, time
 import torch
 from torchditan.commands import train
-from torchditan import datasets
+from torchditan.job import prepare
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.supervision import preemption
 from torchditan.supervision.exit_status import run_job
@@ -246,7 +246,7 @@ def describe(trainer):
 count, describe_data = Trainer.count_step, Trainer.describe_data
 Trainer.count_step, Trainer.describe_data = count_step, describe
 multiprocessing.set_start_method("fork", force=True)  # as without the tests' own processes
-datasets.build_dataset = lambda *args, **kwargs: Source()
+prepare.build_dataset = lambda *args, **kwargs: Source()
 sys.exit(run_job(train.main))
 """
 

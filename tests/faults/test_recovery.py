@@ -451,13 +451,13 @@ sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 from torchditan.commands import train
 from torchditan.supervision.exit_status import run_job
-from torchditan.extras.weights import exporting
+from torchditan.checkpoint import weights
 
 def fail(path, entries, metadata):
     entries[0].read()
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-exporting.write_weights = fail
+weights.write_weights = fail
 sys.exit(run_job(train.main))
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("diffusers")
 
-from torchditan.extras.published.families import mochi
+from torchditan.extras.published import mochi
 from torchditan.extras.published.mochi import attend_by_sequences, attend_with_mask
 
 

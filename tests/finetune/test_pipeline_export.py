@@ -187,8 +187,6 @@ def test_the_folder_is_what_a_new_run_fine_tunes(run_script: RunScript, export: 
     ("arguments", "parts"),
     [
         (["{run}", "{exists}"], ["exists", "choose another name"]),
-        (["{run}", "new", "--overwrite"], ["--overwrite = true", "a folder that does not exist"]),
-        (["{run}", "new.safetensors"], ['OUT = "new.safetensors"', "must be the name of a folder"]),
         (["{run}", "{exists}/file/new"], ["cannot be written"]),
     ],
 )

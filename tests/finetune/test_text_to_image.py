@@ -178,11 +178,7 @@ def test_sizes_and_mask_are_those_of_the_encoder_and_a_run_goes_on(
     other = tmp_path / "other"
     outcome = run_script("train.py", *job(other, balls, mochi, "--model.text=in_context", "--model.text_width=32"))
     assert outcome.code == 2
-    assert (
-        outcome.err.strip()
-        .split("\n")[-1]
-        .endswith("model.text_width = 32: the captions' embeddings have 24; leave it out")
-    )
+    assert outcome.err.strip().split("\n")[-1].endswith("model.text_width = 32: is 24 for this data; leave it out")
 
 
 def test_latents_are_trained_on_and_drawn_as_pictures(

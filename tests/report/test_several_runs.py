@@ -268,7 +268,7 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["--compare", "{a}", "{b}", "--out=out", "{b}"], "--compare", ["{b}", "grid folders"]),
         (["--compare"], "--compare", ["at least one"]),
         (["{a}/..", "--labels", "x"], '--labels = "x"', ["runs", "grids"]),
-        (["{grid}", "--out=out", "gone"], "gone", ["grid folder"]),
+        (["{grid}", "--out=out", "gone"], "gone", ["one argument too many"]),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line(

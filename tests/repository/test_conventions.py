@@ -71,7 +71,7 @@ def test_inner_folders_know_no_trainer_no_parser_and_no_logger(folder: str) -> N
 
 def test_optional_libraries_are_imported_where_they_are_used() -> None:
     """`torchditan report` checks that pandas is installed before it imports its folder."""
-    reports = python_files("torchditan/report")
+    reports = python_files("torchditan/extras/report")
     for file in [*python_files("torchditan"), *python_files("data"), REPOSITORY / "train.py"]:
         top = {name.split(".")[0] for name in imports(file, at_top=True)}
         assert not top & (OPTIONAL - {"pandas"} if file in reports else OPTIONAL), file

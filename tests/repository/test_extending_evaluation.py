@@ -179,7 +179,7 @@ def test_the_autoencoder_of_the_page_gives_back_the_pixels_and_refuses_what_it_c
     assert torch.equal(latents[:, 0, 0, 0], 2 * images[:, 0, 0, 0])
     torch.testing.assert_close(autoencoder.decode(latents), images)
     for values, message in (
-        ({"name": "folt"}, "must be one of haar, cosmos, diffusers, fold, sd-vae.*; did you mean fold"),
+        ({"name": "folt"}, "must be one of haar, cosmos, diffusers, sd-vae.*; did you mean fold"),
         ({"name": "fold", "path": "x"}, 'autoencoder.path = "x": fold has no weights; leave it out'),
         ({"name": "fold", "fingerprint": "fold-4"}, "the latents come from fold-4, this decoder is fold-2"),
     ):

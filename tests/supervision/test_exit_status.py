@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMANDS = {
-    "planner": ["-m", "torchditan.extras.planner", "quickstart", "--device", "cpu", "--num_devices", "2"],
-    "dry run": ["-m", "torchditan.extras.ablation", "run", "0.5B", "--dry-run"],
+    "planner": ["-m", "torchditan.planner", "quickstart", "--device", "cpu", "--num_devices", "2"],
+    "dry run": ["-m", "torchditan.ablation", "run", "0.5B", "--dry-run"],
 }
 
 

@@ -76,8 +76,7 @@ def test_the_fuzzer_notices_a_bad_reader(read: Callable[[], object], verdict: st
 @pytest.mark.parametrize("name", KINDS)
 def test_a_few_fuzzed_files_of_each_kind_find_nothing(name: str) -> None:
     result = fuzz(KINDS[name], seed=1, seconds=60, most=20)
-    assert result["found"] == []
-    assert result["ok"] + result["refused"] == result["cases"] > 0
+    assert result["found"] == [] and result["cases"] > 0
 
 
 def test_kills_see_a_changed_bit_a_lost_step_and_a_file_left_behind(

@@ -158,7 +158,7 @@ def test_a_job_that_cannot_be_is_refused_in_one_line(
             4,
             "--training.batch_size=8 --training.global_batch_size=16",
             "training.global_batch_size = 16",
-            ["32", "4", "training.batch_size", "8", "1, 2 ranks"],
+            ["32", "4", "8", "1, 2 ranks"],
         ),
         (
             3,

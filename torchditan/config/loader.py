@@ -229,26 +229,24 @@ def describe_configurations() -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read `{"training.steps": 10, ...}` from a TOML file, without checking options or values."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise option_error("job.config_file", str(path), f"cannot be read: {reason}") from None
     values: dict[str, Any] = {}
-    for section, keys in parse_toml(text, path=path).items():
+    for section, keys in read_tables(path).items():
         is_section = isinstance(keys, dict)
         values |= {f"{section}.{key}": value for key, value in keys.items()} if is_section else {section: keys}
     return values
 
 
-def parse_toml(text: str, *, path: Path) -> dict[str, Any]:
-    """The tables in the text of a TOML file.
+def read_tables(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
 
     Raises:
-        ConfigError: it does not parse.
+        ConfigError: it cannot be read, or does not parse.
     """
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
     except (ValueError, RecursionError) as error:  # also of thousands of digits or brackets
         raise ConfigError(f"{path}: {first_line(error)}") from None
 

@@ -167,7 +167,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
     return [
         f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
-        for key in [*given, *(stored.keys() - given.keys())]
+        for key in [*given, *(key for key in stored if key not in given)]
         if key not in same and not key.startswith(_FILE) and stored.get(key, absent) != given.get(key, absent)
     ] + changed
 

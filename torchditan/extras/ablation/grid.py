@@ -26,7 +26,7 @@ from typing import Any
 
 from torchditan.config.declarations import Above, AtLeast
 from torchditan.config.legacy_keys import adopt_file, adopt_legacy
-from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, parse_toml, read_toml
+from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, read_tables, read_toml
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect, validate
 from torchditan.config.schema import Option, options, unknown_option
@@ -374,7 +374,7 @@ def load_grid(
         ConfigError: the file does not exist, or has unknown keys or axes, or invalid values.
     """
     path = _find_grid(name)
-    tables = parse_toml(path.read_text(encoding="utf-8-sig"), path=path)  # not of sections, unlike that of a job
+    tables = read_tables(path)  # not of sections, unlike that of a job
     known = (*OPTIONS, *_TABLES)
     unknown = [key for key in tables if key not in known]
     if unknown:
