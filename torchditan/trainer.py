@@ -383,20 +383,21 @@ class Trainer:
             if isinstance(self.model, FSDPModule):  # all but one process in float32
                 self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
             losses, numbers = split(self.objective.loss(self.model, batch, randomness))  # (B,)
-            # Gradients are averaged over ranks, so each rank computes the mean of its share.
-            samples = self.plan.global_batch_size // self.plan.world_size
-            share = losses.sum() / samples
-            (share if self.scaler is None else share * self.scaler.scale).backward()
+            # Gradients are averaged over ranks, so each rank divides by its number of samples of the global batch.
+            num_samples = self.plan.global_batch_size // self.plan.world_size
+            loss = losses.sum() / num_samples
+            (loss if self.scaler is None else loss * self.scaler.scale).backward()
             for name, values in numbers.items():
-                mean = share.detach() if values is losses else values.detach().sum() / samples
+                mean = values.detach().sum() / num_samples
                 means[name] = means[name] + mean if name in means else mean
         self.supervision.note(step, "gradient norm and optimizer")
-        self.stop_point.begin()
+        self.stop_point.begin()  # in the background; the loop reads the answer after the step
         if self.scaler is not None:
             self.scaler.unscale(self.parameters)
         grad_norm = clip_grad_norm(self.parameters, max_norm=self.config.training.max_norm)
-        loss = means["loss"]
-        is_spike = None if self.spikes is None else self.spikes.judge(mean_over_ranks(loss, self.rank.world_size))
+        is_spike = None
+        if self.spikes is not None:
+            is_spike = self.spikes.judge(mean_over_ranks(means["loss"], self.rank.world_size))
         is_overflow = None if self.scaler is None else self.scaler.judge(grad_norm)
         with self.tasks.measuring(step):
             self.guard.step(step, grad_norm, is_spike, is_overflow)  # updates the weights, unless the step diverged
