@@ -105,7 +105,7 @@ def test_toml_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(b"\xff\xfe[training]")
     message = message_of(["--job.config_file", str(path)])
-    assert_refused(message, f'job.config_file = "{path}"', ["UTF-8"])
+    assert_refused(message, str(path), ["UTF-8"])
 
 
 def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
