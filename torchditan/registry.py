@@ -201,8 +201,9 @@ METRICS = Registry(
         "prompts": "torchditan.extras.evaluation.scene_prompts:ScenePrompts",
     },
 )
-"""`--metrics` of torchditan evaluate: classes that follow `evaluation.metric.Metric`. Subclasses of
-`evaluation.quality.Quality` give the Fréchet distance and its other figures over an extractor of yours."""
+"""`--metrics` of torchditan evaluate: classes that follow `torchditan.extras.evaluation.metric.Metric`. Subclasses of
+`torchditan.extras.evaluation.quality.Quality` give the Fréchet distance and its other figures over an extractor of
+yours."""
 
 TEXT_ENCODERS = Registry(
     "torchditan.text_encoders",
@@ -235,7 +236,7 @@ DATASETS = Registry(
 """`dataset.dataset_name`: functions `build`, as data/__init__.py describes."""
 
 AUTOENCODERS = Registry(
-    "torchditan.extras.autoencoders",
+    "torchditan.autoencoders",
     {
         "haar": "torchditan.extras.autoencoders.haar:open_haar",
         "cosmos": "torchditan.extras.autoencoders.cosmos:open_cosmos",
@@ -259,7 +260,7 @@ FORMATS = Registry(
         "diffusers": "torchditan.extras.weights.formats.diffusers_dit:convert",
     },
 )
-"""`--format` of an import: functions `convert(source: Weights, **given) -> Weights` (docs/checkpoints.md)."""
+"""`--format` of an import: functions `convert(source: Weights, **given) -> Weights` (docs/extending.md)."""
 
 
 def registered(registry: Registry, text: str) -> Any:

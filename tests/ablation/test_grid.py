@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -258,12 +259,20 @@ COMMAND = "torchditan/extras/ablation/__main__.py"
         ("run debug --axes.parallel", "--axes.parallel", ["value"]),
         ("run debug --retry some", "--retry = 'some'", ["completed, oom, error, timeout, skipped, or none"]),
         ("run debug --name ../x", "--name = '../x'", ["folder"]),
+        ("run debug --launcher slrum", '--launcher = "slrum"', ["module:name", "slurm?"]),
+        ("run debug --launcher gone:Mine", '--launcher = "gone:Mine"', ["No module named 'gone'"]),
+        (
+            "run debug --launcher pathlib:Path",
+            '--launcher = "pathlib:Path"',
+            ["torchditan.extras.ablation.launch.Launcher"],
+        ),
+        ("run debug --launcher 'local most=2'", '--launcher = "local most=2"', ["max_parallel"]),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exits_with_2(
     arguments: str, about: str, mentions: list[str], tmp_path: Path, run_script: RunScript
 ) -> None:
-    result = run_script(COMMAND, *arguments.split())
+    result = run_script(COMMAND, *shlex.split(arguments))
     assert (result.code, result.out) == (2, "")
     assert_refused(result.err, about, mentions)
     assert list(tmp_path.iterdir()) == []

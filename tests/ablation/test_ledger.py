@@ -82,7 +82,7 @@ def test_a_ledger_cut_anywhere_is_refused_in_one_line(end: float, tmp_path: Path
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (",loss_last", ",loss_first", r"other columns than this grid \(loss_first, loss_last\)"),
+        (",loss_last", ",loss_first", r"other columns than this grid \(loss_first\)"),
         (",true,", ",maybe,", r"line 2 does not parse"),
     ],
 )
@@ -94,6 +94,15 @@ def test_a_ledger_that_is_none_of_ours_is_refused_in_one_line(old: str, new: str
     path.write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=message):
         read_ledger(tmp_path, axes=AXES)
+
+
+def test_a_column_that_a_ledger_lacks_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.delitem(ledger._AFTER_AXES, "mfu_mean")
+        write_ledger(tmp_path, [row("a")], axes=AXES)
+    assert "mfu_mean" not in (tmp_path / "runs_summary.csv").read_text()
+    (read,) = read_ledger(tmp_path, axes=AXES)
+    assert list(read) == columns(AXES) and read["mfu_mean"] is None and read["step_time_s_mean"] == 0.1 + 0.2
 
 
 def test_the_window_is_the_last_steps_and_memory_is_of_all() -> None:

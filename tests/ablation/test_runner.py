@@ -340,6 +340,14 @@ def test_the_launcher_of_the_documentation_makes_two_runs_at_a_time(run_here: Ru
     assert rows[2]["started"] <= rows[1]["started"], "one run per cell"
 
 
+def test_a_launcher_may_make_its_log_folder_before_the_first_run(run_here: RunHere, tmp_path: Path) -> None:
+    class Logging(LocalLauncher):
+        log_folder = "logs"
+
+    (tmp_path / "outputs" / "g" / "logs").mkdir(parents=True)
+    assert statuses(run_here(small_grid(), launcher=Logging(tmp_path / "outputs" / "g")))
+
+
 def test_slurm_without_submitit_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"needs submitit; pip install 'torchditan\[slurm\]'$"):

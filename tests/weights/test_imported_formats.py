@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import resource
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,22 +296,20 @@ def test_an_import_does_not_need_the_autoencoder(tmp_path: Path, run_script: Run
 def test_a_registered_format_is_imported(
     tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A function and a line in FORMATS are enough: here for SiT under other names."""
-    code = """
-        from torchditan.extras.weights.formats.dit import convert_sit
-
-        def convert(source, *, num_heads=None):
-            renamed = {name.removeprefix("net."): value for name, value in source.tensors().items()}
-            return convert_sit(source.with_tensors(renamed), num_heads=num_heads)
-    """
-    (tmp_path / "my_sit.py").write_text(textwrap.dedent(code))
+    """The one of docs/extending.md, as `module:name`, and by name with an option of its own."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+    section = page.read_text(encoding="utf-8").partition("## A format of weights")[2]
+    (tmp_path / "my_sit.py").write_text(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(FORMATS, "mine", "my_sit:convert")
-    weights = {f"net.{name}": value for name, value in random_weights(TINY_SIT).items()}
-    outcome = run_script(
-        "torchditan", "import", save(tmp_path / "weights.pt", weights), "run", "--format=mine", *DIGITS
-    )
-    assert outcome.code == 0, outcome.err
+    for prefix, format in (("net.", "my_sit:convert"), ("module.", "mine prefix=module.")):
+        weights = {f"{prefix}{name}": value for name, value in random_weights(TINY_SIT).items()}
+        file = save(tmp_path / "weights.pt", weights)
+        outcome = run_script("torchditan", "import", file, f"run_{prefix}", f"--format={format}", *DIGITS)
+        assert outcome.code == 0, outcome.err
+    outcome = run_script("torchditan", "import", file, "new", "--format=mine suffix=x")
+    assert outcome.code == 2
+    assert_refused(outcome.err, '--format = "mine suffix=x"', ["prefix"])
 
 
 class Unpickled:

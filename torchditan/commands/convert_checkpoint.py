@@ -96,8 +96,8 @@ def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--overwrite", action="store_true", help="replace an imported run")
     parser.add_argument(
         "--format",
-        choices=tuple(FORMATS),
-        help="the project that trained these weights. The options below need it, and so do most options of training",
+        help=f"the project that trained these weights: {', '.join(FORMATS)}, or module:name. The options below need "
+        "it, and so do most options of training",
     )
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights of a training file (default: ema)")
     parser.add_argument("--num_heads", type=count, help="attention heads, if the model has no published size")

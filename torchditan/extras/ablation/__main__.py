@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchditan.config.command_line import ScriptParser
-from torchditan.errors import ConfigError, did_you_mean, option_error
+from torchditan.errors import ConfigError
 from torchditan.extras.ablation.grid import BATCH_SIZE, OPTIONS, Grid, Run, load_grid, parse_axis, parse_setting
-from torchditan.registry import LAUNCHERS, registered
+from torchditan.registry import LAUNCHERS, build, resolve
 from torchditan.supervision.exit_status import reader_may_leave
 
 _EPILOG = """\
@@ -105,11 +105,10 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
         with reader_may_leave():
             _dry_run(grid, path, device=arguments.device)
         return
-    if LAUNCHERS.place(arguments.launcher) is None:
-        right = f"must be one of {', '.join(LAUNCHERS)}, or module:name"
-        raise option_error("--launcher", arguments.launcher, right + did_you_mean(arguments.launcher, LAUNCHERS))
+    kind, own = resolve(LAUNCHERS, "--launcher", arguments.launcher)
     parameters = {name: _plain(words) for name, words in _of_section(flags, "slurm.").items()}
-    launcher = registered(LAUNCHERS, arguments.launcher)(path, parameters=parameters, max_parallel=arguments.slurm_jobs)
+    given = {"parameters": parameters, "max_parallel": arguments.slurm_jobs, **own}
+    launcher = build(kind, "--launcher", arguments.launcher, path, **given)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         rows = run_grid(grid, path=path, launcher=launcher, retry=retry)

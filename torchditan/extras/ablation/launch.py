@@ -37,8 +37,6 @@ from torchditan.supervision.exit_status import judge_ranks
 TRAIN = ("-m", "torchditan", "train")
 """The program of most jobs, in the words that follow `python` or `torchrun`."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SLURM_FOLDER = "slurm"
-"""In the folder of a grid: logs of submitit."""
 
 _LIBC = ctypes.CDLL(None)  # loaded here, because a forked child should not load libraries
 _PR_SET_PDEATHSIG = 1
@@ -257,6 +255,8 @@ class Launcher:
 
     is_here = False
     """Whether runs use the devices of this machine."""
+    log_folder = ""
+    """Name of the folder that it makes for itself in that of the grid."""
 
     def __init__(self, folder: Path, *, parameters: Mapping[str, Any], max_parallel: int) -> None:
         """`folder`: of the grid. `parameters`: the `--slurm.` flags. `max_parallel`: runs submitted at once."""
@@ -272,7 +272,7 @@ class LocalLauncher(Launcher):
 
     is_here = True
 
-    def __init__(self, folder: Path, **_options: Any) -> None:
+    def __init__(self, folder: Path, *, parameters: Mapping[str, Any] = {}, max_parallel: int = 1) -> None:
         super().__init__(folder, parameters={}, max_parallel=1)
 
     def submit(self, work: Callable[[], Any], **_resources: Any) -> Pending:
@@ -284,12 +284,14 @@ class LocalLauncher(Launcher):
 class SlurmLauncher(Launcher):
     """Each run as a Slurm job, by submitit; its logs are in `<grid>/slurm/`."""
 
+    log_folder = "slurm"
+
     def __init__(self, folder: Path, *, parameters: Mapping[str, Any], max_parallel: int) -> None:
         super().__init__(folder, parameters=parameters, max_parallel=max_parallel)
         try:
             import submitit
 
-            self.executor = submitit.AutoExecutor(folder=folder / SLURM_FOLDER, cluster="slurm")
+            self.executor = submitit.AutoExecutor(folder=folder / self.log_folder, cluster="slurm")
         except ImportError:
             raise ConfigError("--launcher slurm needs submitit; pip install 'torchditan[slurm]'") from None
         except RuntimeError as error:  # this machine is not a login node of a cluster

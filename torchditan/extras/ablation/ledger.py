@@ -6,8 +6,8 @@ Notable:
 - measurements (`MEASURES`) come from `metrics.jsonl`, one record per step: mean and sample standard deviation over the
   last `window` steps. The first step, which compiles and warms up, is never part of the window;
 - figures of quality (`QUALITY`) are those after the last step. A ledger has a column for each that a run measured;
-- both files are written under a temporary name and renamed. A truncated ledger, or one of another version, is
-  refused.
+- both files are written under a temporary name and renamed. A truncated ledger, or one with unknown columns, is
+  refused; columns that it lacks are empty.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
     """Read the rows of the ledger in `folder`; [] if it does not exist yet.
 
     Raises:
-        ConfigError: the ledger has other columns, or is truncated.
+        ConfigError: the ledger has unknown columns, or is truncated.
     """
     path = folder / CSV_NAME
     if not path.exists():
@@ -275,15 +275,17 @@ def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     header, *lines = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     expected = columns(axes, measured=header)
-    if header != expected or not text.endswith("\n"):
-        odd = ", ".join(sorted(set(header) ^ set(expected))) or "their order"
-        what = f"has other columns than this grid ({odd})" if text.endswith("\n") else "is cut off"
+    odd = (set(header) - set(expected)) | (_BEFORE_AXES.keys() - set(header))
+    if header != [name for name in expected if name in header] or odd or not text.endswith("\n"):
+        which = ", ".join(sorted(odd)) or "their order"
+        what = f"has other columns than this grid ({which})" if text.endswith("\n") else "is cut off"
         raise ConfigError(f"{path} {what}; move it away to repeat the runs")
     rows = []
     for number, values in enumerate(lines, start=2):
         try:
             pairs = zip(header, values, strict=True)
-            rows.append({name: _from_text(value, column_type(name)) for name, value in pairs})
+            found = {name: _from_text(value, column_type(name)) for name, value in pairs}
+            rows.append({**dict.fromkeys(expected), **found})
         except (KeyError, ValueError):
             raise ConfigError(f"{path}: line {number} does not parse; move it away to repeat the runs") from None
     return rows

@@ -27,7 +27,7 @@ from torchditan.errors import ConfigError
 from torchditan.extras.ablation.board import Board
 from torchditan.extras.ablation.device import Device
 from torchditan.extras.ablation.grid import BATCH_SIZE, SEED, Grid, Run, is_grid
-from torchditan.extras.ablation.launch import SLURM_FOLDER, TRAIN, Launcher, Pending
+from torchditan.extras.ablation.launch import TRAIN, Launcher, Pending
 from torchditan.extras.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, row_of, write_ledger
 from torchditan.extras.ablation.maker import Maker
 from torchditan.run.atomic_files import write_file
@@ -47,6 +47,8 @@ class GridFolder:
 
     path: Path
     grid: Grid
+    log_folder: str
+    """That of the launcher, which may exist before the first run."""
     rows: dict[str, Row] = field(default_factory=dict)
 
     @contextmanager
@@ -86,7 +88,7 @@ class GridFolder:
                         f"{self.path} holds another grid: {key} is {json.dumps(there.get(key))} there and "
                         f"{json.dumps(value)} here; name a new folder with --name"
                     )
-        elif self.path.is_dir() and {path.name for path in self.path.iterdir()} - {".lock", SLURM_FOLDER}:
+        elif self.path.is_dir() and {path.name for path in self.path.iterdir()} - {".lock", self.log_folder}:
             raise ConfigError(f"{self.path} is not a grid folder (no {GRID_NAME}); name another with --name")
 
 
@@ -152,7 +154,7 @@ def run_grid(
     device = Device.here() if launcher.is_here else None
     if device is not None and all(device.refuses(run) for run in runs):
         raise ConfigError(f"{grid.name}: no run can be made here: {device.refuses(runs[0])}")
-    folder = GridFolder(path, grid)
+    folder = GridFolder(path, grid, launcher.log_folder)
     with folder.hold():
         board = Board(stream or sys.stdout, num_runs=len(runs), name_width=max(len(run.name) for run in runs))
         where = device.name if device else "other machines"

@@ -31,7 +31,7 @@ from torchditan.extras.weights.formats.foreign_files import read_foreign_weights
 from torchditan.extras.weights.formats.layout import LABEL_TABLE
 from torchditan.extras.weights.opening import open_model
 from torchditan.extras.weights.trained_model import stored_spec, with_flags
-from torchditan.registry import FORMATS, registered
+from torchditan.registry import FORMATS, check_options, registered, resolve
 from torchditan.run import provenance
 from torchditan.run.atomic_files import new_folder, write_file
 from torchditan.run.directory import to_json
@@ -62,7 +62,7 @@ def import_weights(
     Args:
         path: an address of `open_weights`; with `format` a file of weights, a training file or a folder of diffusers.
         run: the directory to create.
-        format: a name in `registry.FORMATS`.
+        format: a name in `registry.FORMATS` or `module:name`, and options of its own: `mine window=2`.
         kind: which set of a training file; None takes the averaged one.
         given: what the user states because the file does not contain it, by the names in `formats.IMPORT_OPTIONS`.
         num_classes: replace the label table by one for this number of other classes. Each starts as the null class.
@@ -114,14 +114,15 @@ def import_weights(
 
 def _open_foreign(path: Path, format: str, kind: Kind | None, given: Mapping[str, Any]) -> Weights:
     """Read the weights and convert them. The formats that the file has instead are named in the error."""
-    convert = registered(FORMATS, format)
+    convert, own = resolve(FORMATS, "--format", format)
+    check_options(convert, "--format", format, num_arguments=1, options=own)
     for name, value in given.items():
         if name not in inspect.signature(convert).parameters:
             raise option_error(f"--{name}", value, f"has no effect with --format {format}; leave it out")
     source = None
     try:
         source = read_foreign_weights(path, kind=kind)
-        converted: Weights = convert(source, **given)
+        converted: Weights = convert(source, **given, **own)
         return converted
     except _UNREADABLE as error:
         if isinstance(error, ConfigError) and (source is None or str(error).startswith("--")):
