@@ -86,9 +86,9 @@ JOB_PARTS = {
     "training.batch_size": "torchditan.extras.ablation.autotune:resolve_batch_size",  # of "auto"
     "training.context_parallel_degree": "torchditan.distributed.context_parallel:option_mistakes",
     "checkpoint.initial_load_path": "torchditan.extras.weights.initial:load_initial_weights",
-    "lora.rank": "torchditan.extras.weights.initial:identity_of",  # of the LoRA that a run starts from
+    "lora.initial_load_path": "torchditan.extras.weights.initial:identity_of",  # of the LoRA that a LoRA starts from
     "evaluation.freq": "torchditan.extras.evaluation.during_training:TrainingEvaluation",
-    "metrics.log_freq": "torchditan.extras.planner.plan:plan_run",  # for the first lines of a run
+    "memory": "torchditan.extras.planner.plan:plan_run",  # no option: a line before the first step
 }
 """Option -> what a job calls if it is set. With the plug-ins in the tables below, it is the only link from the core
 to `extras/`."""

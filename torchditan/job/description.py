@@ -41,7 +41,7 @@ def describe_memory(config: Config, *, device: torch.device, num_devices: int) -
     """A line with the memory that the plan expects; none for what the planner does not know."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     try:
-        plan = job_part("metrics.log_freq")(config, device=name, num_devices=num_devices)
+        plan = job_part("memory")(config, device=name, num_devices=num_devices)
     except ConfigError:
         return []
     return [f"memory by the plan: {plan.peak_memory_gib:.3g} GiB of tensors at the peak of a step"]

@@ -74,7 +74,7 @@ class Job:
         """What decides the weights of this run. Only a job that agrees may continue it."""
         found, path = trajectory(self.config), self.config.checkpoint.initial_load_path
         if path is not None and self.config.lora.rank:
-            found[INITIAL_WEIGHTS] = job_part("lora.rank")(path)
+            found[INITIAL_WEIGHTS] = job_part("lora.initial_load_path")(path)
         return found
 
     @property
