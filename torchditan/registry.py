@@ -90,8 +90,8 @@ JOB_PARTS = {
     "evaluation.freq": "torchditan.extras.evaluation.during_training:TrainingEvaluation",
     "memory": "torchditan.extras.planner.plan:plan_run",  # no option: a line before the first step
 }
-"""Option -> what a job calls if it is set. With the plug-ins in the tables below, it is the only link from the core
-to `extras/`."""
+"""Option, or a name of our own -> what a job calls. With the plug-ins in the tables below, it is the only link from the
+core to `extras/`."""
 
 
 def job_part(option: str) -> Any:
