@@ -7,6 +7,7 @@ Notable:
 - The orientation is EXIF tag 0x0112 of the first directory, read without the other tags. Without that tag, XMP has it,
   as in Pillow. Values other than 1 to 8 mean upright.
 - AVIF and HEIC files turn their pictures themselves (`irot` and `imir`). Their EXIF and XMP only repeat it: ignored.
+  Pillow gives the turn of an AVIF as an EXIF of its own (`Format.orientation_in`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image
@@ -103,16 +104,15 @@ def strip(file: BinaryIO) -> Stripped:
     return Stripped(Parts(file, [(0, size)]))
 
 
-def orientation_of(image: Image.Image, stripped: Stripped) -> int:
-    """1 to 8, from the metadata of an opened picture; 1 is upright."""
-    if image.format == "HEIF":  # libheif has turned it
-        return 1
+def orientation_of(image: Image.Image, stripped: Stripped, sources: Collection[str]) -> int:
+    """1 to 8, from those metadata of an opened picture that count ("exif", "xmp"); 1 is upright."""
+    value: Any = None
     if image.format == "TIFF":
         value = image.tag_v2.get(_ORIENTATION)  # type: ignore[attr-defined]
-    else:
+    elif "exif" in sources:
         value = _tag_in(stripped.exif or image.info.get("exif", b""))
     xmp = stripped.xmp or image.info.get("xmp")
-    if value is None and isinstance(xmp, bytes) and image.format != "AVIF":
+    if value is None and isinstance(xmp, bytes) and "xmp" in sources:
         match = _XMP_ORIENTATION.search(xmp)
         value = None if match is None else int(match[1])
     return int(value) if value in range(1, 9) else 1

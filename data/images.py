@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
@@ -33,25 +35,59 @@ from torchditan.errors import ConfigError
 from torchditan.randomness import generator
 
 Crop = Literal["center", "adm", "random"]
-_HEIF_SUFFIXES = frozenset([".heic", ".heif", ".hif"])
-_AVIF = "avif" in features.modules and bool(features.check("avif"))
-_HEIF = importlib.util.find_spec("pillow_heif") is not None
-IMAGE_SUFFIXES = frozenset(
-    [".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".mpo", ".png", ".ppm", ".tif", ".tiff", ".webp"]
-    + [".avif"] * _AVIF
-    + [*_HEIF_SUFFIXES] * _HEIF
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of pictures that Pillow reads, by itself or with a plug-in."""
+
+    name: str
+    """As Pillow calls it."""
+    suffixes: tuple[str, ...]
+    """Packed pictures get the first one."""
+    is_available: bool = True
+    """On this machine."""
+    install: str = ""
+    """Command that makes it available."""
+    magic: bytes = b""
+    """Pattern of the first 12 bytes: names what to install for a picture of any name, as `IMG_0001.JPG` of a phone."""
+    plugin: str = ""
+    """Module whose import registers the format with Pillow."""
+    orientation_in: Collection[str] = ("exif", "xmp")
+    """Metadata by which the picture is still to be turned. Empty: the plug-in has turned it."""
+
+
+FORMATS = (
+    Format("BMP", (".bmp",)),
+    Format("GIF", (".gif",)),
+    Format("JPEG", (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo")),
+    Format("PNG", (".png",)),
+    Format("PPM", (".ppm",)),
+    Format("TIFF", (".tiff", ".tif")),
+    Format("WEBP", (".webp",)),
+    Format(
+        "AVIF",
+        (".avif",),
+        is_available="avif" in features.modules and bool(features.check("avif")),
+        install="pip install 'pillow>=11.3'",
+        magic=rb"....ftyp(avif|avis)",
+        orientation_in=("exif",),
+    ),
+    Format(
+        "HEIF",
+        (".heic", ".heif", ".hif"),
+        is_available=find_spec("pillow_heif") is not None,
+        install="pip install 'torchditan[heic]'",
+        magic=rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)",
+        plugin="pillow_heif.HeifImagePlugin",
+        orientation_in=(),
+    ),
 )
+"""Pillow tries only these, by content: it would pass an EPS to Ghostscript, which runs it."""
+IMAGE_SUFFIXES = frozenset(suffix for kind in FORMATS if kind.is_available for suffix in kind.suffixes)
 """Of the images that can be read on this machine."""
-_INSTALL = {".avif": "pip install 'pillow>=11.3'", **dict.fromkeys(_HEIF_SUFFIXES, "pip install 'torchditan[heic]'")}
-HOW_TO_READ = {suffix: command for suffix, command in _INSTALL.items() if suffix not in IMAGE_SUFFIXES}
+HOW_TO_READ = {suffix: kind.install for kind in FORMATS if not kind.is_available for suffix in kind.suffixes}
 """Suffix -> the command that makes its images readable on this machine."""
-_BRANDS = {
-    **dict.fromkeys((b"avif", b"avis"), ".avif"),
-    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), ".heic"),
-}
-"""The kind of a file of boxes (ISO 14496-12) -> suffix. Its name may be another one: `IMG_0001.JPG` of a phone."""
-# Pillow detects formats by content, not by suffix, and would pass an EPS to Ghostscript, which runs it.
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *["AVIF"] * _AVIF, *["HEIF"] * _HEIF)
 _OVERSHOOT = 0.1
 """Share of the range that resampled float values may lie outside of it; they are clipped."""
 
@@ -79,7 +115,9 @@ class Picture:
 
     def __init__(self, image: Image.Image, stripped: Stripped) -> None:
         self.image = image
-        self.orientation = orientation_of(image, stripped)
+        name = "JPEG" if image.format == "MPO" else image.format  # an MPO is JPEGs; the first one is read
+        self.format = next(kind for kind in FORMATS if kind.name == name)
+        self.orientation = orientation_of(image, stripped, self.format.orientation_in)
         width, height = image.size
         if image.format == "TIFF":
             tags = cast(Any, image).tag_v2
@@ -114,10 +152,8 @@ def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Picture]:
                 file = source
             _check_webp(file)
             stripped = strip(file)
-            if _HEIF:
-                _register_heif()
             try:
-                image = opened.enter_context(Image.open(cast(Any, stripped.file), formats=_FORMATS))
+                image = opened.enter_context(Image.open(cast(Any, stripped.file), formats=_known_to_pillow()))
             except UnidentifiedImageError as error:
                 raise UnreadableError(_why_unidentified(file)) from error
             yield Picture(image, stripped)
@@ -131,15 +167,20 @@ def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Picture]:
 def _why_unidentified(file: BinaryIO) -> str:
     file.seek(0)
     header = file.read(12)
-    suffix = _BRANDS.get(header[8:]) if header[4:8] == b"ftyp" else None
-    return f"{suffix}: {HOW_TO_READ[suffix]}" if suffix in HOW_TO_READ else "unknown format"
+    for kind in FORMATS:
+        if not kind.is_available and kind.magic and re.match(kind.magic, header, re.DOTALL):
+            return f"{kind.suffixes[0]}: {kind.install}"
+    return "unknown format"
 
 
 @functools.cache
-def _register_heif() -> None:
-    import pillow_heif
-
-    pillow_heif.register_heif_opener()
+def _known_to_pillow() -> list[str]:
+    """Names of the formats that can be read on this machine, with their plug-ins registered."""
+    available = [kind for kind in FORMATS if kind.is_available]
+    for kind in available:
+        if kind.plugin:
+            importlib.import_module(kind.plugin)
+    return [kind.name for kind in available]
 
 
 def _check_webp(file: BinaryIO) -> None:

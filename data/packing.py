@@ -185,12 +185,11 @@ def _suffix_of(data: bytes, *, where: str) -> str:
     """
     try:
         with open_picture(data) as picture:
-            kind = str(picture.image.format).lower()
             picture.image.draft(None, (1, 1))  # a JPEG, at an eighth of its size
             picture.decode(channels=3).load()
+            return picture.format.suffixes[0]
     except UnreadableError as error:
         raise corrupt_image(where, str(error)) from error
-    return {"jpeg": ".jpg", "heif": ".heic"}.get(kind, f".{kind}")
 
 
 def _to_png(sample: np.ndarray, *, name: str) -> bytes:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torchditan.optim.loss_scaling import LossScaler
 
 _EVALUATION_TIMEOUT_S = 3600
+"""Rank 0 compares features while the other ranks wait."""
 _GC_FREQ = 50
 """Steps between two garbage collections, which all ranks make at once."""
-"""Rank 0 compares features while the other ranks wait."""
 _MOST_NAMED = 10
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,8 +312,9 @@ def test_suffixes_are_those_that_can_be_read_here() -> None:
 
 
 def test_a_picture_names_the_library_that_reads_it_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_FORMATS", ("JPEG",))
-    monkeypatch.setitem(HOW_TO_READ, ".heic", "pip install x")
+    jpeg, heic = (kind for kind in images.FORMATS if kind.name in ("JPEG", "HEIF"))
+    monkeypatch.setattr(images, "FORMATS", (jpeg, replace(heic, is_available=False, install="pip install x")))
+    monkeypatch.setattr(images, "_known_to_pillow", images._known_to_pillow.__wrapped__)
     with pytest.raises(UnreadableError, match="pip install x"), open_picture(b"\0\0\0\x18ftypheic" + bytes(30)):
         pass
 

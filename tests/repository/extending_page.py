@@ -43,6 +43,8 @@ def examples() -> dict[str, Example]:
     found = {}
     for section in re.split(r"^## An? ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
+        if title == "image format":  # a line of a table
+            continue
         (path,) = re.findall(r"file\s+is\s+`([\w/]+\.py)`", text)
         (name,) = re.findall(r"^Its line in `(\w+)`:", text, flags=re.MULTILINE)
         code, line = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)

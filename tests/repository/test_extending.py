@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -23,6 +24,7 @@ from torchditan import registry
 from torchditan.checkpoint.loading import read_state
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Diffusion, Optimizer, Sampling
+from torchditan.datasets import images
 from torchditan.diffusion.objectives import build_objective
 from torchditan.errors import ConfigError
 from torchditan.extras.planner.memory import Parameters, Weight, model_state
@@ -408,3 +410,15 @@ def test_groups_share_out_parameters_decay_and_rate() -> None:
     assert shapes == [[(12, 8), (8, 12)], [(8, 8), (12,), (8,), (8,)]]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
     assert not DivergenceGuard(optimizer).is_fused and DivergenceGuard(OptimizerParts([adamw])).is_fused
+
+
+def test_an_image_format_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = extending_page.PAGE.read_text(encoding="utf-8").partition("## An image format\n")[2]
+    entries = text.partition("```python\n")[2].partition("```")[0]
+    qoi, jxl = eval(f"({entries})", vars(images))
+    monkeypatch.setattr(images, "FORMATS", (qoi, dataclasses.replace(jxl, is_available=False)))
+    monkeypatch.setattr(images, "_known_to_pillow", images._known_to_pillow.__wrapped__)
+    with images.open_picture(b"qoif\0\0\0\1\0\0\0\1\3\0\xfe\1\2\3" + bytes(7) + b"\1") as picture:
+        assert picture.decode(channels=3).getpixel((0, 0)) == (1, 2, 3)
+    with pytest.raises(images.UnreadableError, match=jxl.install), images.open_picture(b"\0\0\0\x0cJXL \r\n\x87\n"):
+        pass

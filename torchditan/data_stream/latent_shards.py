@@ -2,8 +2,8 @@
 """Encoded latents on disk: a folder of safetensors shards with an index, read through memory maps.
 
 Notable:
-- a folder contains `index.json` (see index.py), `labels.npy` and the shards. encoding.py writes them, and the index
-  last, so a folder with an index is complete;
+- a folder contains `index.json` (see latent_index.py), `labels.npy` and the shards. extras/latents/encoding.py
+  writes them, and the index last, so a folder with an index is complete;
 - a shard contains `latents` (n, C, h, w), the posterior mean BEFORE normalisation, as bf16, or as int8 with a factor
   `scale` (C,). Optional tensors are `latents_flipped` of the mirrored images, `logvar` and `logvar_flipped`. `labels`
   and `index` give the label and the number of each source image;
@@ -228,7 +228,7 @@ class LatentShards:
 
     @classmethod
     def open(cls, path: str | Path) -> LatentShards:
-        """Open a folder that encoding.py finished, or the public file.
+        """Open a folder that extras/latents/encoding.py finished, or the public file.
 
         Raises:
             ConfigError: it has no latents, was written by a newer version, or a shard is missing or truncated.

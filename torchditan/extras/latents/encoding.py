@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Images -> latents on disk: encodes a dataset into the shards of shards.py, on any number of ranks.
+"""Images -> latents on disk: encodes a dataset into shards (data_stream/latent_shards.py), on any number of ranks.
 
 Notable:
 - a shard is a function of its source images and the settings: its batches start at its first image. Rank r of W

@@ -396,7 +396,7 @@ def load(
         device: where to put the model; None takes the GPU if there is one, else the CPU.
         dtype: of the weights; None takes float32, and bfloat16 for a published model trained in half precision.
         options: replace the run's own, such as `{"autoencoder.path": "/data/vae", "sampling.num_steps": 25}`. These
-            can be replaced: sampling.*, autoencoder.*, text_encoder.*, cache.folder, model.path.
+            can be replaced: sampling.*, autoencoder.*, text_encoder.*, cache.folder, dataset.root_dir, model.path.
 
     Raises:
         ConfigError: a ValueError, in one line. The run, checkpoint or weights do not exist or are damaged; an option is
