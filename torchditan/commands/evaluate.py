@@ -44,8 +44,9 @@ from torchditan.extras.evaluation.card import (
     card_figures,
     environment_of,
     read_card,
+    write_card,
 )
-from torchditan.extras.evaluation.card_tables import table, write_card
+from torchditan.extras.evaluation.card_tables import table
 from torchditan.extras.weights.shared import check_address
 from torchditan.registry import FAMILIES, METRICS
 from torchditan.run.atomic_files import sha256_of
@@ -128,7 +129,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--images", type=Path, help=".npz of images to evaluate instead of the run's samples")
     parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
     parser.add_argument(
-        "--out", type=Path, help="folder of the card (default: in extras/evaluation/ of the run, or outputs/NAME)"
+        "--out", type=Path, help="folder of the card (default: in evaluation/ of the run, or outputs/NAME)"
     )
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
     parser.add_argument("--save_reference", type=Path, help="write the training images and their statistics as .npz")
