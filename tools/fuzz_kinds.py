@@ -40,8 +40,7 @@ from torchditan.errors import ConfigError
 from torchditan.extras.ablation.grid import load_grid
 from torchditan.extras.ablation.ledger import write_ledger
 from torchditan.extras.autoencoders import open_autoencoder
-from torchditan.extras.evaluation.card import read_card
-from torchditan.extras.evaluation.card_tables import write_card
+from torchditan.extras.evaluation.card import read_card, write_card
 from torchditan.extras.evaluation.distances import Gaussian
 from torchditan.extras.evaluation.sample_batches import (
     has_images,

@@ -35,13 +35,13 @@ from torchditan.extras.evaluation.card import (
     environment_of,
     read_card,
     settings_of,
+    write_card,
 )
 from torchditan.extras.evaluation.card_tables import (
     markdown,
     ordered_names,
     rounded,
     table,
-    write_card,
 )
 from torchditan.extras.evaluation.metric import Figure
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional

@@ -37,7 +37,6 @@ from torchditan.extras.evaluation.metric import MetricOfAllPictures
 from torchditan.extras.weights.trained_model import load
 from torchditan.models.spec import TensorSpec, TextEmbeddings
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.sampling.drawing import SampleRows
 from torchditan.sampling.grid_picture import read_cells
 
 if TYPE_CHECKING:
@@ -334,12 +333,6 @@ def test_prompts_of_an_evaluation_are_all_captions_before_one_occurs_again(tmp_p
     given |= {"decode": lambda samples: samples, "device": ALONE.device}
     evaluator = Evaluator(None, [f"{__name__}:Means"], {"train": dataset}, prompts_of="captions", **given)
 
-    def prompts_of(*own: str) -> list[str]:
-        encode = lambda texts: SampleRows(texts, list(range(len(texts))), prompts=texts)  # noqa: E731
-        rows, _ = evaluator.choose_samples(seed=0, class_balance="data", encode=encode, prompts=own)
-        assert rows.prompts is not None
-        return rows.prompts
-
-    prompts = prompts_of()
+    prompts = evaluator.prompts()
     assert sorted(prompts[:4]) == [f"ball {i}" for i in range(4)] and set(prompts[4:]) < set(prompts[:4])
-    assert prompts_of("mine") == ["mine"]
+    assert evaluator.prompts(["mine"]) == ["mine"]

@@ -21,8 +21,7 @@ from headless_browser import CHROMIUM, open_browser
 from PIL import Image
 from refusals import assert_refused
 
-from torchditan.extras.evaluation.card import ImageSet
-from torchditan.extras.evaluation.card_tables import write_card
+from torchditan.extras.evaluation.card import ImageSet, write_card
 from torchditan.sampling.grid_picture import save_grid
 
 if TYPE_CHECKING:

@@ -256,9 +256,9 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
 
     reference = tmp_path / "reference.npz"
     write_images(reference, [random_images(60, seed=1)], shape=(60, 8, 8))
-    from torchditan import datasets
+    from torchditan.extras.evaluation import evaluation_run
 
-    monkeypatch.setattr(datasets, "build_dataset", gone)
+    monkeypatch.setattr(evaluation_run, "build_dataset", gone)
     card, outcome = evaluate(*FEW, "--class_balance=balanced", f"--reference={reference}")
     assert card.held_out is None and "dataset.root_dir" in outcome.err
 
@@ -344,14 +344,14 @@ def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
 def test_default_metrics_leave_out_what_cannot_be_computed(
     run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchditan.extras.evaluation import efficientnet_lite
+    from torchditan.extras.evaluation import evaluation_run
 
-    monkeypatch.setattr(efficientnet_lite, "NUM_FEATURES", 50)  # then 80 training images are enough
+    monkeypatch.setattr(evaluation_run, "NUM_FEATURES", 50)  # then 80 training images are enough
     outcome = run_script(*SCRIPT, run, "--num_samples=20", "--epochs=1")
     assert outcome.code == 0, outcome.err
     assert "without effnet" in outcome.err and "more than 50 samples" in outcome.err
     assert "accuracy_generated" in cards.values(outcome)
-    monkeypatch.setattr(efficientnet_lite, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(evaluation_run, "PACKAGE", "no_such_package")
     outcome = run_script(*SCRIPT, run, "--epochs=1", "--num_samples=60")
     assert "without effnet" in outcome.err and "[evaluation]" in outcome.err
 
@@ -456,9 +456,9 @@ def test_an_evaluation_of_two_ranks_that_did_not_finish_is_repeated_by_the_same_
 def test_unreadable_images_are_left_out_if_the_run_skips_them(
     evaluate: Evaluate, run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchditan import datasets
+    from torchditan.extras.evaluation import evaluation_run
 
-    build = datasets.build_dataset
+    build = evaluation_run.build_dataset
 
     def with_a_corrupt_image(*args: Any, **kwargs: Any) -> Any:
         dataset = build(*args, **kwargs)
@@ -473,7 +473,7 @@ def test_unreadable_images_are_left_out_if_the_run_skips_them(
         dataset.__class__ = Corrupt
         return dataset
 
-    monkeypatch.setattr(datasets, "build_dataset", with_a_corrupt_image)
+    monkeypatch.setattr(evaluation_run, "build_dataset", with_a_corrupt_image)
     assert_refused(refused(run_script, run, *FEW), "image 3 is corrupt")
     content = json.loads((run / "config.json").read_text())
     content["config"]["dataset"]["corrupt_images"] = "skip"

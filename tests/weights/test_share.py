@@ -26,8 +26,7 @@ from torchditan.config.options import Config, flatten
 from torchditan.data_stream.latent_index import read_index
 from torchditan.data_stream.latent_shards import LatentShards
 from torchditan.errors import ConfigError
-from torchditan.extras.evaluation.card import cards_of_run, read_card
-from torchditan.extras.evaluation.card_tables import write_card
+from torchditan.extras.evaluation.card import cards_of_run, read_card, write_card
 from torchditan.extras.sharing.model_card import Statements
 from torchditan.extras.sharing.share import share
 from torchditan.extras.sharing.shared_config import SHARED, shared_config

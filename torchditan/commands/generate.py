@@ -132,25 +132,20 @@ def main() -> None:
         real = real_images(trained, rows, to_pixels)
 
     sampling = trained.config.sampling
-    drawing = trained.drawing(rows, rows.each(sampling.images_per_class), seed=args.seed)
-
-    def draw() -> torch.Tensor:
-        """Samples (rows, k, *sample_shape)."""
-        samples = trained.sampler.draw_all(trained.model, drawing, batch_size=args.batch_size)
-        return samples.unflatten(0, (len(rows.names), -1))
-
+    given = {"samples_per_row": sampling.images_per_class, "seed": args.seed, "batch_size": args.batch_size}
+    num_images = len(rows.names) * sampling.images_per_class
     start = time.perf_counter()
-    samples = draw()
+    samples = trained.generate_rows(rows, **given)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    with report_progress(f"decoding {len(drawing)} samples"):
+    with report_progress(f"decoding {num_images} samples"):
         pictures = stills(to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
     similarities = ""
     if args.original:
         print(f"original: {trained.restore_original()}")
-        real = stills(to_pixels(draw()))
+        real = stills(to_pixels(trained.generate_rows(rows, **given)))
         found = similarity(pictures, real)
         similarities = "".join(f", {name.upper()} {value:.4g}" for name, value in found.items())
 
@@ -175,11 +170,10 @@ def main() -> None:
         + (", without the LoRA" if args.without_lora else ""),
     )
     evaluations = trained.objective.num_evaluations(sampling)
-    num_images, batch_size = len(drawing), min(len(drawing), args.batch_size)
     print(
         f"{num_images} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
         f"{seconds / num_images:.4f} s/image, {evaluations * -(-num_images // args.batch_size) / seconds:.1f} "
-        f"model steps/s at batch {batch_size}, {str(trained.dtype).removeprefix('torch.')}"
+        f"model steps/s at batch {min(num_images, args.batch_size)}, {str(trained.dtype).removeprefix('torch.')}"
         + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
     )
     comparison = f" next to the original's{similarities}" if args.original else ", generated next to real"

@@ -72,6 +72,11 @@ class SampleRows:
         """The rows of a grid: the first classes, or the one row of an unconditional model."""
         return cls.of_classes(range(min(most, max(1, len(class_names)))), class_names=class_names)
 
+    @classmethod
+    def all_classes(cls, class_names: Sequence[str]) -> SampleRows:
+        """A row for each class, or the one row of an unconditional model."""
+        return cls.of_classes(range(max(1, len(class_names))), class_names=class_names)
+
     def in_turn(self, num_samples: int) -> Tensor:
         """The rows of samples that take one row after the other: (num_samples,) int64."""
         return torch.arange(num_samples) % len(self.numbers)

@@ -170,9 +170,12 @@ class Card:
 # Files
 
 
-def save_json(path: Path, card: Card) -> None:
-    """Write card.json atomically, with all digits."""
-    write_file(path, to_json({"card": VERSION, **dataclasses.asdict(card)}, indent=2) + b"\n")
+def write_card(folder: Path, card: Card) -> None:
+    """Write card.md and card.json to a folder, each atomically; card.json last, so it marks a finished evaluation."""
+    from torchditan.extras.evaluation.card_tables import markdown
+
+    write_file(folder / "card.md", markdown(card).encode())
+    write_file(folder / CARD_FILE, to_json({"card": VERSION, **dataclasses.asdict(card)}, indent=2) + b"\n")
 
 
 def read_card(path: str | Path) -> Card:

@@ -10,12 +10,10 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torchditan.errors import printable
-from torchditan.extras.evaluation.card import CARD_FILE, Card, CardFigure, arguments_of, save_json, settings_of
-from torchditan.run.atomic_files import write_file
+from torchditan.extras.evaluation.card import Card, CardFigure, arguments_of, settings_of
 
 MAX_DIGITS = 6
 """Significant digits of a value whose interval is narrower still."""
@@ -23,12 +21,6 @@ DIGITS_WITHOUT_INTERVAL = 4
 COMPANIONS = ("recall", "coverage", "copies")
 """Shown directly after a Fréchet distance, which alone does not reveal missing or copied images."""
 _HASH_DIGITS = 12
-
-
-def write_card(folder: Path, card: Card) -> None:
-    """Write card.json and card.md to a folder, each atomically; card.json last, so it marks a finished evaluation."""
-    write_file(folder / "card.md", markdown(card).encode())
-    save_json(folder / CARD_FILE, card)
 
 
 def markdown(card: Card) -> str:

@@ -18,7 +18,7 @@ from torchditan.extras.evaluation.evaluator import Evaluator, is_judged_by_promp
 from torchditan.extras.evaluation.metric import Source
 from torchditan.extras.evaluation.sample_parts import draw_pictures
 from torchditan.extras.latents.latent_space import decode_with, open_decoder
-from torchditan.sampling.drawing import Drawing
+from torchditan.sampling.drawing import Drawing, SampleRows
 from torchditan.sampling.sampler import Sampler, ToPixels
 
 
@@ -63,9 +63,12 @@ class TrainingEvaluation:
         """Draw samples with the model and return the figures by name. All ranks call it and get the same ones."""
         config, options = self.config, self.config.evaluation
         self.evaluator.read_real_images()
-        rows, order = self.evaluator.choose_samples(
-            seed=options.seed, class_balance="data", encode=lambda texts: self.dataset.rows_of(texts)
-        )
+        if config.model.text is not None:
+            rows = self.dataset.rows_of(self.evaluator.prompts())
+            order = rows.in_turn(options.num_samples)
+        else:
+            rows = SampleRows.all_classes(self.evaluator.class_names)
+            order = self.evaluator.classes("data", seed=options.seed)
         pictures = draw_pictures(
             sampler,
             model,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ from torchditan.extras.evaluation.metric import (
 from torchditan.randomness import Permutation
 from torchditan.registry import METRICS, build, registered, resolve
 from torchditan.run.progress import report_progress
-from torchditan.sampling.drawing import ClassBalance, SampleRows, order_of_classes
+from torchditan.sampling.drawing import ClassBalance, order_of_classes
 from torchditan.sampling.reconstruction import to_8_bit
 from torchditan.sampling.sampler import ToPixels
 
@@ -125,39 +125,15 @@ class Evaluator:
         if cls.needs_labels and not self.class_names:
             raise option_error(option, name, "needs samples with labels, and these are without labels; leave it out")
 
-    def choose_samples(
-        self,
-        *,
-        seed: int,
-        class_balance: ClassBalance,
-        encode: Callable[[list[str]], SampleRows],
-        prompts: Sequence[str] = (),
-    ) -> tuple[SampleRows, Tensor]:
-        """The rows and the order of the generated pictures, after `read_real_images`.
+    def prompts(self, given: Sequence[str] = ()) -> list[str]:
+        """The prompts of the generated pictures, which are drawn in turn.
 
-        Prompts are drawn in turn: those that the user gave, which the metrics check, or those of the first metric.
-        Without a metric of prompts they are training captions, each once before any occurs again.
-
-        Args:
-            seed: of classes that are drawn at random.
-            encode: gives the rows of prompts.
-            prompts: of the user.
+        They are those that the user gave, which the metrics check, or those of the first metric of prompts, or else
+        training captions, each once before any occurs again.
 
         Raises:
-            ConfigError: a metric cannot judge a prompt, or the number of images of each class is not known.
+            ConfigError: a metric cannot judge a prompt.
         """
-        if self.prompts_of is not None:
-            rows = encode(self._prompts(prompts))
-            return rows, rows.in_turn(self.num_samples)
-        num_classes = len(self.class_names)
-        rows = SampleRows.of_classes(range(max(1, num_classes)), class_names=self.class_names)
-        counts = self.shown["train"].class_counts if "train" in self.shown else None
-        order = order_of_classes(
-            self.num_samples, num_classes=num_classes, class_balance=class_balance, class_counts=counts, seed=seed
-        )
-        return rows, order
-
-    def _prompts(self, given: Sequence[str]) -> list[str]:
         judges = [metric for metric in self.metrics if isinstance(metric, PromptMetric)]
         for metric in judges:
             metric.check_prompts(given)
@@ -170,6 +146,16 @@ class Evaluator:
         chosen = order(np.arange(self.num_samples) % len(dataset)).tolist()
         caption_of = dataset.caption_of if isinstance(dataset, CaptionedPixels) else dataset.captions.__getitem__
         return [caption_of(index) for index in chosen]
+
+    def classes(self, class_balance: ClassBalance, *, seed: int) -> Tensor:
+        """The class of each generated picture, after `read_real_images`; see `order_of_classes`."""
+        return order_of_classes(
+            self.num_samples,
+            num_classes=len(self.class_names),
+            class_balance=class_balance,
+            class_counts=self.shown["train"].class_counts if "train" in self.shown else None,
+            seed=seed,
+        )
 
     def real_pictures(self, source: Source, *, rank: int, world_size: int) -> Iterator[Pictures]:
         """The real pictures of a source that a rank reads, decoded and in 8 bits."""
@@ -238,19 +224,21 @@ class Evaluator:
         return results
 
 
-def is_judged_by_prompts(metrics: Sequence[str], dataset: str, *, option: str = "--metrics") -> bool:
-    """Whether a metric judges the samples of a model of captions by their prompts, without real images.
+def is_judged_by_prompts(metrics: Sequence[str], prompts_of: str | None, *, option: str = "--metrics") -> bool:
+    """Whether a metric judges the samples by their prompts, without real images.
 
     Args:
         metrics: the chosen names.
-        dataset: of the model. If our metric `prompts` is for it, nothing else judges it: it is without end.
+        prompts_of: see `Evaluator`. If our metric `prompts` is for it, nothing else judges it: it is without end.
         option: the one that names the metrics.
 
     Raises:
         ConfigError: a name is wrong.
     """
+    if prompts_of is None:
+        return False
     chosen = [resolve(METRICS, option, name)[0] for name in metrics]
-    return _is_scored_by_prompts(dataset) or any(hasattr(cls, "needs_dataset") for cls in chosen)
+    return _is_scored_by_prompts(prompts_of) or any(hasattr(cls, "needs_dataset") for cls in chosen)
 
 
 def _is_scored_by_prompts(dataset: str) -> bool:
