@@ -421,7 +421,7 @@ def _folder_of_no_run(name: str) -> Path:
 
 def with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
     """The configuration of a run with these options. The autoencoder of a published pipeline moves with its model."""
-    config = override(stored, flags, sections=_REPLACEABLE)
+    config = override(stored, flags, sections=_REPLACEABLE) if flags else stored
     if config.autoencoder.name is None and config.autoencoder.path is not None:
         right = "this run was trained on pixels, so there is nothing to decode; leave it out"
         raise option_error("autoencoder.path", config.autoencoder.path, right)
