@@ -9,6 +9,7 @@ import torch
 
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import SequentialDataset
+from torchditan.datasets.splits import counted
 from torchditan.errors import ConfigError, printable, some
 from torchditan.registry import job_part
 
@@ -23,17 +24,18 @@ def describe_data(dataset: Any, held_out: Any, *, encoded: tuple[int, ...] | Non
         held_out: the held-out images, if the job uses them.
         encoded: shape of the latents, if training encodes the images.
     """
-    images = "streamed images" if isinstance(dataset, SequentialDataset) else f"{len(dataset):,} images"
+    images = "streamed images" if isinstance(dataset, SequentialDataset) else counted(len(dataset), "image")
     shape = "x".join(map(str, dataset.sample_shape))
     if encoded is not None:
         shape += f", encoded to {'x'.join(map(str, encoded))}"
     lines = [f"on {dataset.name}: {images} of {shape}"]
     if dataset.class_names:
-        lines.append(f"  {len(dataset.class_names):,} classes: {some(dataset.class_names, most=_MOST_CLASSES)}")
+        classes = "1 class" if len(dataset.class_names) == 1 else f"{len(dataset.class_names):,} classes"
+        lines.append(f"  {classes}: {some(dataset.class_names, most=_MOST_CLASSES)}")
     lines += [f"  {line}" for line in dataset.reading]
     is_counted = held_out is not None and not isinstance(held_out, SequentialDataset)
     if is_counted and not any(line.startswith("held out") for line in dataset.reading):
-        lines.append(f"  held out: {len(held_out):,} images")
+        lines.append(f"  held out: {counted(len(held_out), 'image')}")
     return [printable(line) for line in lines]
 
 
