@@ -16,7 +16,7 @@ from torchditan.config.rules import validate_parts
 from torchditan.config.trajectory import INITIAL_WEIGHTS, trajectory
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
-from torchditan.data_stream.sample_space import SampleSpace, StoredLatents, pixel_space
+from torchditan.data_stream.sample_space import SampleSpace, pixel_space
 from torchditan.datasets import build_dataset
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.cpu_threads import configure_cpu
@@ -202,6 +202,8 @@ def open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -
     except ConfigError:
         if dataset.index is None or config.autoencoder.online:
             raise
+        from torchditan.data_stream.stored_latents import StoredLatents
+
         stored.with_logvar = config.autoencoder.sample_posterior
         shape = dataset.sample_shape
         return StoredLatents(config.autoencoder, dataset.index, sample_shape=shape, device=device)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.data_stream.latent_shards import LatentIndex, to_sample
-from torchditan.data_stream.sample_space import Batch, SampleSpace, StoredLatents, pixel_space
+from torchditan.data_stream.sample_space import Batch, SampleSpace, pixel_space
+from torchditan.data_stream.stored_latents import StoredLatents
 from torchditan.distributed.float32_products import ieee_float32
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.autoencoders import Autoencoder, kind_of, name_it, open_autoencoder, runs_code
