@@ -415,7 +415,9 @@ def test_groups_share_out_parameters_decay_and_rate() -> None:
 def test_an_image_format_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     text = extending_page.PAGE.read_text(encoding="utf-8").partition("## An image format\n")[2]
     entries = text.partition("```python\n")[2].partition("```")[0]
-    qoi, jxl = eval(f"({entries})", vars(images))
+    names = dict(vars(images))
+    exec(entries, names)
+    qoi, jxl = names["FORMATS"]
     monkeypatch.setattr(images, "FORMATS", (qoi, dataclasses.replace(jxl, is_available=False)))
     monkeypatch.setattr(images, "_known_to_pillow", images._known_to_pillow.__wrapped__)
     with images.open_picture(b"qoif\0\0\0\1\0\0\0\1\3\0\xfe\1\2\3" + bytes(7) + b"\1") as picture:

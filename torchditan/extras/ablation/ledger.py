@@ -276,16 +276,15 @@ def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
     header, *lines = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     expected = columns(axes, measured=header)
     odd = (set(header) - set(expected)) | (_BEFORE_AXES.keys() - set(header))
-    if header != [name for name in expected if name in header] or odd or not text.endswith("\n"):
-        which = ", ".join(sorted(odd)) or "their order"
-        what = f"has other columns than this grid ({which})" if text.endswith("\n") else "is cut off"
+    if odd or not text.endswith("\n"):
+        what = f"has other columns than this grid ({', '.join(sorted(odd))})" if text.endswith("\n") else "is cut off"
         raise ConfigError(f"{path} {what}; move it away to repeat the runs")
     rows = []
     for number, values in enumerate(lines, start=2):
         try:
             pairs = zip(header, values, strict=True)
             found = {name: _from_text(value, column_type(name)) for name, value in pairs}
-            rows.append({**dict.fromkeys(expected), **found})
+            rows.append({name: found.get(name) for name in expected})
         except (KeyError, ValueError):
             raise ConfigError(f"{path}: line {number} does not parse; move it away to repeat the runs") from None
     return rows
