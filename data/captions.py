@@ -50,9 +50,9 @@ from torchditan.datasets.options import (
     photo_channels,
     refuse,
 )
-from torchditan.datasets.splits import Split, counted, suffix_of
+from torchditan.datasets.splits import Split, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
-from torchditan.errors import option_error, some
+from torchditan.errors import counted, option_error, some
 from torchditan.randomness import generator, name_to_index
 
 TRIGGER = "[trigger]"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from torchditan.errors import option_error, some
+from torchditan.errors import counted, option_error, some
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -118,11 +118,6 @@ def describe_parts(names: Mapping[Part, Sequence[str]], *, what: str) -> list[st
     }
     found = [(title, names[part]) for part, title in titles.items() if names[part]]
     return [f"{title}: {counted(len(paths), what)}, {some(paths)}" for title, paths in found]
-
-
-def counted(number: int, what: str) -> str:
-    """`1 image`, `1,200 images`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def walk(root: Path) -> Iterator[tuple[Parts, list[str]]]:

@@ -111,3 +111,8 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """`; did you mean DiT-XL?`, or an empty string if no choice is similar."""
     found = nearest(name, choices)
     return f"; did you mean {found}?" if found else ""
+
+
+def counted(number: int, what: str) -> str:
+    """`1 image`, `1,200 images`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

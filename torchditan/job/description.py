@@ -9,8 +9,7 @@ import torch
 
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import SequentialDataset
-from torchditan.datasets.splits import counted
-from torchditan.errors import ConfigError, printable, some
+from torchditan.errors import ConfigError, counted, printable, some
 from torchditan.registry import job_part
 
 _MOST_CLASSES = 10
