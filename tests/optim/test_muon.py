@@ -287,6 +287,15 @@ def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train
     [
         (["--optimizer.adamw_lr=0.5"], "optimizer.adamw_lr = 0.5", ["optimizer.name", "Muon"]),
         (["--optimizer.name", "Muon moment=1"], 'optimizer.name = "Muon moment=1"', ["momentum", "nesterov"]),
+        (["--optimizer.name", "Muon momentum=1"], 'optimizer.name = "Muon momentum=1"', ["momentum must", "below 1"]),
+        (
+            ["--optimizer.name", "Muon ns_steps=2.5"],
+            'optimizer.name = "Muon ns_steps=2.5"',
+            ["an integer", "at least 1"],
+        ),
+        (["--optimizer.name", "Muon nesterov=5"], 'optimizer.name = "Muon nesterov=5"', ["nesterov", "true or false"]),
+        (["--optimizer.name", "Muon adjust_lr_fn=foo"], "optimizer.name", ["original, match_rms_adamw"]),
+        (["--optimizer.name", "Muon adjust_lr_fn=original"], "optimizer.adamw_lr = none", ["original"]),
         ([MUON, "--optimizer.adamw_lr=0.1", "--optimizer.lr=0"], "optimizer.adamw_lr = 0.1", ["optimizer.lr", "0"]),
         ([MUON, *PUBLISHED, "--lora.rank=4"], 'optimizer.name = "Muon"', ["AdamW", "AdamW8bit", "published model"]),
     ],

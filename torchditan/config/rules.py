@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from torchditan.config.declarations import Idle
 from torchditan.config.options import FLAVORS_OF, Config, flatten
-from torchditan.config.schema import Option, options
+from torchditan.config.schema import Option, check_declared, options
 from torchditan.errors import did_you_mean, has_secret, option_error
 from torchditan.registry import (
     ARCHITECTURES,
@@ -27,6 +27,7 @@ from torchditan.registry import (
     OPTIMIZERS,
     SAMPLERS,
     SCHEDULES,
+    Registry,
     check_options,
     create,
     entry_name,
@@ -149,6 +150,8 @@ def _optimizer(config: Config) -> Mistakes:
     if entry_name(config.optimizer.name) == "Muon" and config.model.name in FAMILIES:
         right = "knows the matrices of our own blocks only; must be AdamW or AdamW8bit for a published model"
         yield "optimizer.name", right
+    if "adjust_lr_fn=original" in config.optimizer.name.split() and config.optimizer.adamw_lr is None:
+        yield "optimizer.adamw_lr", "must be set with adjust_lr_fn=original, whose lr does not suit AdamW"
     if config.optimizer.lr == 0 and config.optimizer.adamw_lr is not None:
         yield "optimizer.adamw_lr", "needs an optimizer.lr greater than 0"
 
@@ -182,16 +185,20 @@ _SECTIONS = (_model, _dataset, _training, _optimizer, _checkpoint, _validation, 
 
 def validate_training_parts(config: Config) -> None:
     """The rules of parts that only training uses: optimizer, schedule, meters. Their files import torch."""
-    option = "optimizer.name"
-    found, options = resolve(OPTIMIZERS, option, config.optimizer.name)
-    check_options(found, option, config.optimizer.name, num_arguments=1, options=options)
+    _entry(OPTIMIZERS, "optimizer.name", config.optimizer.name)
     option = "lr_scheduler.schedule"
     schedule = create(SCHEDULES, option, config.lr_scheduler.schedule, config.lr_scheduler)
     for step in (1, config.lr_scheduler.warmup_steps + 1, config.training.steps):
         schedule.rate(step, steps=config.training.steps)  # refuses what is not a rate
     for text in config.metrics.meters:
-        meter, options = resolve(METERS, "metrics.meters", text)
-        check_options(meter, "metrics.meters", text, num_arguments=1, options=options)
+        _entry(METERS, "metrics.meters", text)
+
+
+def _entry(registry: Registry, option: str, text: str) -> None:
+    """Check an entry that is called with one argument, and the options after its name."""
+    found, values = resolve(registry, option, text)
+    check_options(found, option, text, num_arguments=1, options=values)
+    check_declared(found, option, text, values)
 
 
 def _validate_plug_ins(config: Config) -> None:

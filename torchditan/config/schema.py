@@ -159,6 +159,34 @@ def convert_all(values: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
+def check_declared(found: Any, option: str, text: str, values: Mapping[str, Any]) -> None:
+    """Check the options after the name of a registry's entry by what its parameters declare, as a field of options.py.
+
+    Args:
+        found: the entry. Parameters of a number, true or false, `Literal` or `Annotated` type are checked.
+        values: of its options by name.
+
+    Raises:
+        ConfigError: a value has another type, or breaks a rule.
+    """
+    try:
+        function = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError:  # a plug-in imports a type for type checkers only
+        return
+    for name, value in values.items():
+        hint = hints.get(name)
+        if hint not in (bool, int, float) and typing.get_origin(hint) not in (Annotated, Literal):
+            continue
+        declared = _read(hint)
+        try:
+            is_right = declared.allows(declared.convert(value))
+        except ConfigError:
+            is_right = False
+        if not is_right:
+            raise option_error(option, text, f"{name} {declared.expected}")
+
+
 def unknown_option(name: str) -> ConfigError:
     """The error with the nearest option: the same key elsewhere, a similar key here, a similar key elsewhere."""
     section, _, key = name.replace("-", "_").rpartition(".")

@@ -18,13 +18,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchditan.config.declarations import AtLeast, Below
 from torchditan.config.options import Optimizer as OptimizerConfig
 from torchditan.optim.ema import local_tensor
 from torchditan.optim.optimizers import ParameterGroup, adamw
@@ -40,10 +41,10 @@ MAX_OWNED = 2**25
 def muon(
     config: OptimizerConfig,
     *,
-    momentum: float = 0.95,
+    momentum: Annotated[float, AtLeast(0), Below(1)] = 0.95,
     nesterov: bool = True,
-    ns_steps: int = 5,
-    adjust_lr_fn: str = "match_rms_adamw",
+    ns_steps: Annotated[int, AtLeast(1)] = 5,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
 ) -> list[ParameterGroup]:
     """Muon for the weight matrices of the blocks and AdamW for the rest: embeddings, adaLN, final layer, norms, biases.
 
@@ -53,8 +54,6 @@ def muon(
     rates and weight decay of AdamW. With original (Jordan et al.) rates of Muon are around 0.02, and `adamw_lr` sets
     that of AdamW. Both follow the schedule.
     """
-    if adjust_lr_fn not in ("original", "match_rms_adamw"):
-        raise ValueError("adjust_lr_fn must be original or match_rms_adamw")
     options = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
