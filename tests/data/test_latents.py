@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import BatchedDataset, ImageDataset
@@ -200,3 +202,56 @@ def test_mirroring_latents_without_pairs_is_refused(root: Path) -> None:
         root / "other",
         horizontal_flip=True,
     )
+
+
+@pytest.mark.parametrize("changes", [{"fingerprint": "haar-2-9"}, {"class_names": ("cat", "eel")}])
+def test_held_out_latents_of_another_autoencoder_or_other_classes_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    write_split(tmp_path / "train", "train", flipped=True)
+    write_split(tmp_path / "validation", "validation", flipped=False, **changes)
+    refuse(f"its {next(iter(changes))} differs from that of the training latents", tmp_path, "validation")
+
+
+def test_an_unfinished_or_empty_folder_is_refused(root: Path) -> None:
+    refuse("dataset.root_dir = none: latents .*folder .*torchditan encode wrote", None)
+    refuse("does not exist; latents needs a folder", root / "gone")
+    (root / "empty").mkdir()
+    refuse("holds no latents", root / "empty")
+    (root / "train" / "index.json").unlink()
+    (root / "train" / "encoding.json").write_text("{}")
+    refuse('train": .*encoding .*finished; rerun', root)
+
+
+def test_labels_beyond_the_classes_are_refused(root: Path) -> None:
+    path = root / "train" / "index.json"
+    values = json.loads(path.read_bytes())
+    values["class_names"] = ["cat", "dog"]
+    path.write_text(json.dumps(values))
+    refuse("labels .*latents range .*0 to 2; .*0 to 1, .*2 classes", root)
+
+
+def write_public(path: Path, labels: list[int]) -> torch.Tensor:
+    latents = torch.randint(-90, 90, (len(labels), 16, 2, 2), dtype=torch.int8)
+    save_file({"latents": latents, "labels": torch.tensor(labels).short()}, path)
+    return latents
+
+
+def test_without_a_place_the_public_file_in_the_working_directory_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse("dataset.root_dir = none: .*imagenet_ci8x8.safetensors.*--dataset.dataset_name dummy", None)
+    latents = write_public(tmp_path / "imagenet_ci8x8.safetensors", [0, 2, 1, 2])
+    held_out = write_public(tmp_path / "imagenet_ci8x8_val.safetensors", [1, 0])
+    for root in (None, tmp_path, tmp_path / "imagenet_ci8x8.safetensors"):
+        dataset = open_latents(root)
+        assert (len(dataset), dataset.sample_shape, dataset.horizontal_flip) == (4, (16, 2, 2), False)
+        assert dataset.class_names == ["class 0", "class 1", "class 2"]
+        assert dataset[1]["class_label"] == 2
+        shift, scale = (torch.tensor(values)[:, None, None] for values in (dataset.index.shift, dataset.index.scale))
+        torch.testing.assert_close(dataset[1]["sample"], (latents[1] * (16 / 255) - shift) * scale)
+        validation = open_latents(root, "validation")
+        torch.testing.assert_close(validation[0]["sample"], (held_out[0] * (16 / 255) - shift) * scale)
+    (tmp_path / "imagenet_ci8x8_val.safetensors").unlink()
+    refuse("has no validation latents", tmp_path, "validation")

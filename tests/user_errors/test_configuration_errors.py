@@ -85,7 +85,7 @@ def test_wrong_type_or_choice_on_the_command_line(flag: str, about: str, mention
         ("[dataset]\nimage_size = [32.0]", "dataset.image_size = [32.0]", ["[32, 48]"]),
         ("[model]\nnorm_type = 3", "model.norm_type = 3", ["rmsnorm, layernorm, np_layernorm, fused_rmsnorm"]),
         ("[trainning]\nsteps = 1", "trainning.steps", ["training.steps?"]),
-        ("[[training]]\nsteps = 1", "training", []),
+        ("[[training]]\nsteps = 1", "training", ["[training]"]),
         ("steps = 1", "steps", ["training.steps?"]),
     ],
 )
@@ -105,7 +105,7 @@ def test_toml_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(b"\xff\xfe[training]")
     message = message_of(["--job.config_file", str(path)])
-    assert_refused(message, str(path), ["UTF-8"])
+    assert_refused(message, f'job.config_file = "{path}"', ["UTF-8"])
 
 
 def test_missing_config_file_lists_the_names_and_the_nearest() -> None:

@@ -342,6 +342,12 @@ def test_the_card_quotes_only_an_evaluation_with_the_sampling_options_of_the_run
     assert run_script("torchditan", "share", copied, "shared", "--without_samples").code == 0
     text = (tmp_path / "shared/README.md").read_text()
     assert "accuracy_generated" in text and "8 samples" in text and "1,234" not in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    stated = {name.strip("`"): value for name, value in rows}
+    assert {f"sampling.{name}" for name in own.sampling} <= stated.keys() and "guidance_interval" in own.sampling
+    assert (stated["sampling.num_steps"], stated["weights"], stated["seeds"]) == ("2", "ema", "1")
+    (tags,) = (json.loads(line.removeprefix("tags:")) for line in text.splitlines() if line.startswith("tags:"))
+    assert tags == ["diffusion-transformer", "unconditional-image-generation", "digits"]
 
     shutil.rmtree(copied / "evaluation/own")
     done = run_script("torchditan", "share", copied, "none", "--without_samples")

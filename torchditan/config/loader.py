@@ -230,14 +230,17 @@ def describe_configurations() -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read `{"training.steps": 10, ...}` from a TOML file, without checking options or values."""
     values: dict[str, Any] = {}
-    for section, keys in read_tables(path).items():
+    for section, keys in read_tables(path, option="job.config_file").items():
         is_section = isinstance(keys, dict)
         values |= {f"{section}.{key}": value for key, value in keys.items()} if is_section else {section: keys}
     return values
 
 
-def read_tables(path: Path) -> dict[str, Any]:
+def read_tables(path: Path, *, option: str) -> dict[str, Any]:
     """The tables of a TOML file.
+
+    Args:
+        option: that names the file, for messages.
 
     Raises:
         ConfigError: it cannot be read, or does not parse.
@@ -246,7 +249,7 @@ def read_tables(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ConfigError(f"{path} cannot be read: {reason}") from None
+        raise option_error(option, str(path), f"cannot be read: {reason}") from None
     except (ValueError, RecursionError) as error:  # also of thousands of digits or brackets
         raise ConfigError(f"{path}: {first_line(error)}") from None
 

@@ -189,6 +189,8 @@ def check_declared(found: Any, option: str, text: str, values: Mapping[str, Any]
 
 def unknown_option(name: str) -> ConfigError:
     """The error with the nearest option: the same key elsewhere, a similar key here, a similar key elsewhere."""
+    if name in vars(Config()):
+        return ConfigError(f"{name} must be a section, [{name}], with a line for each of its options")
     section, _, key = name.replace("-", "_").rpartition(".")
     by_key = {option.split(".")[1]: option for option in reversed(options())}
     here = {option.split(".")[1]: option for option in options() if option.split(".")[0] == section}

@@ -374,7 +374,7 @@ def load_grid(
         ConfigError: the file does not exist, or has unknown keys or axes, or invalid values.
     """
     path = _find_grid(name)
-    tables = read_tables(path)  # not of sections, unlike that of a job
+    tables = read_tables(path, option="GRID")  # not of sections, unlike that of a job
     known = (*OPTIONS, *_TABLES)
     unknown = [key for key in tables if key not in known]
     if unknown:
