@@ -5,6 +5,7 @@ and normalising happen there."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +21,18 @@ class StoredLatents(SampleSpace):
 
     Args:
         config: section `[autoencoder]`; the index completes name, path, downsampling, shift, scale and fingerprint.
-        index: of the latents.
-        sample_shape: (C, h, w).
+        dataset: latents, which have an `index`.
         device: where to normalise.
     """
 
     missing_decoder: str | None = "torchditan.extras is not installed"
 
-    def __init__(
-        self, config: AutoencoderConfig, index: LatentIndex, *, sample_shape: tuple[int, ...], device: torch.device
-    ) -> None:
-        if config.sample_posterior and not index.posterior:
+    def __init__(self, config: AutoencoderConfig, dataset: Any, *, device: torch.device) -> None:
+        if config.sample_posterior and not dataset.index.posterior:
             right = "these latents have no variance; encode them with --posterior, or leave it out"
             raise option_error("autoencoder.sample_posterior", True, right)
-        super().__init__(sample_shape, _complete_from_index(config, index))
-        self.draws_posterior = config.sample_posterior
+        super().__init__(dataset.sample_shape, _complete_from_index(config, dataset.index))
+        self.draws_posterior = dataset.with_logvar = config.sample_posterior
         self.device = device
         self.shift, self.scale = (
             torch.tensor(values, device=device) for values in (self.config.shift, self.config.scale)

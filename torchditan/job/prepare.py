@@ -196,7 +196,6 @@ def open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -
     if not config.autoencoder.online and dataset.index is None:
         return pixel_space(config.autoencoder, dataset)
     needs_decoder = config.metrics.enable_sampling or config.evaluation.freq > 0
-    stored: Any = dataset
     try:
         open_latents = job_part("autoencoder.name")
     except ConfigError:
@@ -204,8 +203,6 @@ def open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -
             raise
         from torchditan.data_stream.stored_latents import StoredLatents
 
-        stored.with_logvar = config.autoencoder.sample_posterior
-        shape = dataset.sample_shape
-        return StoredLatents(config.autoencoder, dataset.index, sample_shape=shape, device=device)
+        return StoredLatents(config.autoencoder, dataset, device=device)
     with report_progress("opening the autoencoder"):
         return open_latents(config.autoencoder, dataset, device=device, needs_decoder=needs_decoder)

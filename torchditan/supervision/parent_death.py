@@ -13,6 +13,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here, because a forked child should not load libraries
 
 
 def die_with_launcher() -> None:
@@ -30,4 +31,4 @@ def outlive_launcher() -> None:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this signal to this process when its parent ends (Linux only); 0 for none."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)

@@ -13,7 +13,6 @@ Notable:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import resource
@@ -33,13 +32,12 @@ from torchditan.run.provenance import importable
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
 from torchditan.run.reading import read_metrics
 from torchditan.supervision.exit_status import judge_ranks
+from torchditan.supervision.parent_death import die_with_parent
 
 TRAIN = ("-m", "torchditan", "train")
 """The program of most jobs, in the words that follow `python` or `torchrun`."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
-_LIBC = ctypes.CDLL(None)  # loaded here, because a forked child should not load libraries
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
 _GRACE_S = 10.0
 _TORCHRUN_VARIABLES = re.compile(r"((LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$|GROUP_|ROLE_|TORCHELASTIC_")
@@ -108,9 +106,8 @@ class Job:
 
     def _prepare_child(self) -> None:
         """It ends with this process, and has its memory limit."""
-        if sys.platform == "linux":
-            # torchrun forwards SIGTERM to the ranks. After SIGKILL, ranks that have not started yet would survive.
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # torchrun forwards SIGTERM to the ranks. After SIGKILL, ranks that have not started yet would survive.
+        die_with_parent(signal.SIGTERM)
         if self.memory_limit_gib is not None:
             limit = int(self.memory_limit_gib * 1024**3)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

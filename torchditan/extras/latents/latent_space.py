@@ -29,7 +29,7 @@ class DecodedLatents(StoredLatents):
     """Stored latents, decoded for pictures if the decoder is available.
 
     Args:
-        config, index, sample_shape, device: see `StoredLatents`.
+        config, dataset, device: see `StoredLatents`.
         needs_decoder: whether pictures will be requested. A decoder named in `config` must then open. A decoder named
             only by the index may be missing, and is not opened if it runs code: `missing_decoder` gives the reason,
             and pictures show latent channels.
@@ -38,24 +38,16 @@ class DecodedLatents(StoredLatents):
     missing_decoder = None
     real_heading = "real, decoded from its latent"
 
-    def __init__(
-        self,
-        config: AutoencoderConfig,
-        index: LatentIndex,
-        *,
-        sample_shape: tuple[int, ...],
-        device: torch.device,
-        needs_decoder: bool,
-    ) -> None:
-        _check_kind(config, index)
-        super().__init__(config, index, sample_shape=sample_shape, device=device)
+    def __init__(self, config: AutoencoderConfig, dataset: Any, *, device: torch.device, needs_decoder: bool) -> None:
+        _check_kind(config, dataset.index)
+        super().__init__(config, dataset, device=device)
         is_named = config.name is not None or config.path is not None
         assert self.config.name is not None
         if runs_code(self.config.name) and not is_named:
             self.missing_decoder, self.real_heading = str(name_it(self.config)), "real"
         elif needs_decoder:
             try:
-                open_autoencoder(self.config, device=device, image_channels=index.image_channels)
+                open_autoencoder(self.config, device=device, image_channels=dataset.index.image_channels)
             except ConfigError as error:
                 if is_named:
                     raise
@@ -118,15 +110,11 @@ def build_sample_space(
     Raises:
         ConfigError: the section does not match the dataset, or its autoencoder does not open.
     """
-    index = dataset.index
-    if index is not None:
+    if dataset.index is not None:
         if config.online:
             right = f"{dataset.name} holds latents, which are encoded already; leave it out"
             raise option_error("autoencoder.online", True, right)
-        dataset.with_logvar = config.sample_posterior
-        return DecodedLatents(
-            config, index, sample_shape=dataset.sample_shape, device=device, needs_decoder=needs_decoder
-        )
+        return DecodedLatents(config, dataset, device=device, needs_decoder=needs_decoder)
     if config.online:
         if config.name is None:
             raise option_error("autoencoder.name", None, "must be given to encode pixels (autoencoder.online)")

@@ -68,7 +68,7 @@ def matched_pairs(grids: Grids, effects: Sequence[str], *, baseline: Mapping[str
     cells[BATCH_SIZE] = cells[BATCH_SIZE].where(~cells["grid"].isin(grids.searched), "auto")
     frames = [pd.DataFrame(columns=_PAIR_COLUMNS).astype({"a": int, "b": int})]
     for axis in effects:
-        # Meshes of different sizes, and one job on more devices, are no effect of the parallel mode.
+        # Between meshes of different sizes, or one job on more devices, the difference is not that of the mode alone.
         rest = [name for name in ("source", "num_devices", *grids.axes) if name != axis]
         others = cells.groupby(rest, sort=False, dropna=False).ngroup()
         table = pd.DataFrame({"others": others, "value": cells[axis], "row": range(len(cells))})

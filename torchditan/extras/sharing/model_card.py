@@ -129,7 +129,7 @@ torchditan train CONFIG --dataset.dataset_name latents --dataset.root_dir {state
 
 
 def _front_matter(statements: Statements, dataset: str, *tags: str, **more: str) -> str:
-    """YAML; JSON writes its texts and lists in a form that YAML reads. Code of the user, `module:name`, is no tag."""
+    """YAML; JSON writes its texts and lists in a form that YAML reads. A user's own `module:name` is not a tag."""
     name = entry_name(dataset)
     values = {"library_name": "torchditan", "license": statements.license, **more}
     values["tags"] = [*tags, *([] if ":" in name else [name])]  # type: ignore[assignment]

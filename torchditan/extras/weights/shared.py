@@ -55,7 +55,7 @@ def check_address(place: str | os.PathLike[str]) -> None:
     """Refuse an address of `open_weights` where nothing is; a command calls it before it imports torch.
 
     Raises:
-        ConfigError: there is no such path, and it is no shared model.
+        ConfigError: the path does not exist, and it is not a shared model.
     """
     path = Path(place)
     if path.name == CONFIG_FILE:
@@ -72,8 +72,8 @@ def find_shared(place: str | os.PathLike[str]) -> SharedModel:
     """Find a shared model, download it if it is on the hub, and check its weights.
 
     Raises:
-        ConfigError: it does not exist, cannot be fetched, is no shared model, or its weights are missing, damaged or a
-            link to another folder.
+        ConfigError: it does not exist, cannot be fetched, is not a shared model, or its weights are missing, damaged or
+            a link to another folder.
     """
     text, folder = os.fspath(place), Path(place)
     name = folder.resolve().name
