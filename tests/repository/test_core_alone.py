@@ -26,22 +26,36 @@ SMALL = (
 )
 
 
+WITHOUT_EDITABLE_INSTALLS = """
+import sys
+
+is_editable = lambda finder: getattr(finder, "__module__", "").startswith("__editable__")
+sys.meta_path[:] = [finder for finder in sys.meta_path if not is_editable(finder)]
+"""
+"""Else Python finds the missing `torchditan.extras` in the checkout that is installed."""
+
+
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package without extras."""
     root = tmp_path_factory.mktemp("core")
-    shutil.copytree(
-        REPOSITORY / "torchditan", root / "torchditan", ignore=shutil.ignore_patterns("extras", "__pycache__")
-    )
-    assert not (root / "torchditan/extras").exists()
+    ignored = shutil.ignore_patterns("extras", "__pycache__")
+    shutil.copytree(REPOSITORY / "torchditan", root / "torchditan", ignore=ignored)
+    (root / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALLS)
+    command = [sys.executable, "-c", "import torchditan, torchditan.extras"]
+    found = subprocess.run(command, cwd=root, env=environment_of(root), capture_output=True, text=True)
+    assert "No module named 'torchditan.extras'" in found.stderr
     return root
+
+
+def environment_of(core: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(core), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def train(core: Path, *flags: str, ranks: int = 1) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    environment = {**os.environ, "PYTHONPATH": str(core), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launch, "-m", "torchditan", "train", "quickstart", *SMALL, *flags]
-    run = subprocess.run(command, cwd=core, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=core, env=environment_of(core), capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
