@@ -132,7 +132,7 @@ CASES = {
 
 def write_inputs(folder: Path) -> None:
     """A DiT file and a FLUX pipeline with random weights, and pictures with captions."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/finetune")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import tiny_pipelines
     import torch
     from own_reading import DIT, random_weights

@@ -20,7 +20,7 @@ from torchditan.run.hub import split_place
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 MODEL = "models/me/digits"
 

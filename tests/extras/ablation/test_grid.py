@@ -21,7 +21,7 @@ from torchditan.extras.ablation.grid import as_flags, load_grid, parse_axis, run
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL = """
 steps = 4
 window = 2

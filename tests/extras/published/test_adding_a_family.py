@@ -25,7 +25,7 @@ pytest.importorskip("diffusers")
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 MODULE = "torchditan.extras.published.my_family"
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Plans with context parallelism. tests/planner/test_plan.py compares their memory with real runs."""
+"""Plans with context parallelism. tests/extras/planner/test_plan.py compares their memory with real runs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 To run these comparisons, install the references without what they require, next to the environment, not into it:
 ```
 pip install --no-deps --target /tmp/references torch-fidelity torchmetrics lightning-utilities efficientnet-lite-pytorch
-PYTHONPATH=/tmp/references pytest tests/evaluation
+PYTHONPATH=/tmp/references pytest tests/extras/evaluation
 ```
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-FOREIGN = Path(__file__).parents[1] / "foreign"
+FOREIGN = Path(__file__).parents[2] / "foreign"
 BEFORE = """
 import sys
 import torch
@@ -36,7 +36,7 @@ given = torch.load(sys.argv[1])
 def run_reference(package: str, script: str, given: Any, *, folder: Path) -> Any:
     """What `script` assigns to `result`, computed from `given`; both are what `torch.save` and `torch.load` take."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; tests/evaluation/references.py says how to install it for this test")
+        pytest.skip(f"{package} is not installed; tests/extras/evaluation/references.py says how to install it for this test")
     torch.save(given, folder / "given.pt")
     files = [str(folder / name) for name in ("given.pt", "result.pt")]
     whole = BEFORE + script + "\ntorch.save(result, sys.argv[2])\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchditan.extras.ablation.device import Device
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 CPU = Device("cpu", "a CPU", None, 16.0, "float8.enable_float8_linear = true: a CPU has none", None)
 

@@ -297,7 +297,7 @@ def test_a_registered_format_is_imported(
     tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one of docs/extending.md, as `module:name`, and by name with an option of its own."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "extending.md"
     section = page.read_text(encoding="utf-8").partition("## A format of weights")[2]
     (tmp_path / "my_sit.py").write_text(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0])
     monkeypatch.syspath_prepend(tmp_path)

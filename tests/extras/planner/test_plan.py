@@ -44,7 +44,7 @@ from torchditan.models import ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.registry import FAMILIES, registered
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 TINY = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.input_channels=4"]
 TINY += ["--dataset.num_classes=10", "--model.flavor=debugmodel", "--training.batch_size=4"]
@@ -271,7 +271,7 @@ def test_state_is_exact_and_the_peak_within_three_tenths_of_a_percent_of_real_ru
     world_size: int, tmp_path: Path, run_distributed: Any
 ) -> None:
     cells = CELLS[world_size]
-    result = run_distributed(["tests/planner/test_plan.py", json.dumps(list(cells.values())), tmp_path], world_size)
+    result = run_distributed(["tests/extras/planner/test_plan.py", json.dumps(list(cells.values())), tmp_path], world_size)
     assert result.returncode == 0, result.stderr
     measured = [row for rank in range(world_size) for row in json.loads((tmp_path / f"{rank}.json").read_text())]
     assert len(measured) == len(cells) * world_size

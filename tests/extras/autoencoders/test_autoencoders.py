@@ -27,7 +27,7 @@ from torchditan.extras.autoencoders import Autoencoder, kind_of, open_autoencode
 from torchditan.extras.autoencoders.catalogue import PUBLISHED
 from torchditan.extras.autoencoders.cosmos import CosmosAutoencoder
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 PUBLISHED_NUMBERS = {
     "sd-vae": ("stabilityai/sd-vae-ft-ema", "", 4, 8, 0.0, 0.18215),

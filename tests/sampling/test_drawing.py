@@ -429,7 +429,7 @@ def test_ranks_draw_the_bytes_of_one_process(
     trained: TrainedModel, images: Tensor, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     """10 samples in batches of 4: on 2 and 4 ranks, whole models and one sharded by FSDP, and parts of 4 ranks on 2."""
-    result = run_distributed(["tests/evaluation/test_drawing.py", "ranks", tmp_path], 4)
+    result = run_distributed(["tests/sampling/test_drawing.py", "ranks", tmp_path], 4)
     assert result.returncode == 0, result.stderr
     for case, num_ranks in {"4": 4, "2": 2, "2_fsdp": 2, "2_continues": 2, "2_reads": 2}.items():
         results = [torch.load(tmp_path / f"{case}_{rank}.pt") for rank in range(num_ranks)]

@@ -10,7 +10,7 @@ import pytest
 from torchditan.config.loader import load_config
 from torchditan.extras.planner.plan import plan_run
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 
 
 def row(recipe: str, flavor: str, device: str, num_devices: int, batch_size: int) -> str:

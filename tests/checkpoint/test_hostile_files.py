@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """One hostile file for each reader: it is refused in one line, runs nothing and reserves no memory.
 
-tools/fuzz.py tries many more. Shared folders are in tests/weights/test_share.py, markup in tests/report/.
+tools/fuzz.py tries many more. Shared folders are in tests/extras/sharing/test_share.py, markup in tests/extras/report/.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from torchditan.run.reading import read_config
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunDistributed, RunScript
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 TINY = [
     "--model.flavor=debugmodel",
     "--model.patch_size=2",
@@ -676,7 +676,7 @@ def main(run: Path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-sys.path[:0] = [{repository!r}, {repository!r} + '/tests', {repository!r} + '/tests/weights']
+sys.path[:0] = [{repository!r}, {repository!r} + '/tests', {repository!r} + '/tests/extras/weights']
 from torchditan.extras.weights.importing import import_weights
 from torchditan.checkpoint.safetensors_files import DTYPES
 from torchditan.checkpoint.weights import save_weights
@@ -707,7 +707,7 @@ def test_no_conversion_takes_more_memory_than_the_model(
     world_size: int, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     run, file, half, imported = (tmp_path / name for name in ("run", "a.safetensors", "b.safetensors", "imported"))
-    result = run_distributed(["tests/weights/test_convert_checkpoint.py", run], world_size, timeout=600)
+    result = run_distributed(["tests/extras/weights/test_convert_checkpoint.py", run], world_size, timeout=600)
     assert result.returncode == 0, result.stderr
     size = sum(parameter.numel() * 4 for parameter in large_model().parameters())
     save = "save_weights(Path({out!r}), open_weights({source!r}), dtype=DTYPES[{dtype!r}])"
