@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import forked_scripts
 import pytest
 import tiny_runs
+import zoo as zoo_of_runs
 
 if TYPE_CHECKING:
     from torchditan.models.flops import ModelFlops
@@ -220,3 +221,15 @@ def run_alone(run_distributed: RunDistributed) -> RunAlone:
         return finished.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def zoo(
+    run_alone: RunAlone, run_distributed: RunDistributed, tmp_path_factory: pytest.TempPathFactory
+) -> zoo_of_runs.Zoo:
+    """`zoo("digits")`: the folder of a trained run of zoo.py, to be read only."""
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent  # shared by the processes of one pytest run
+
+    return lambda name: zoo_of_runs.train(name, place / "zoo", run_alone, run_distributed)
