@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torchditan.config import options
 from torchditan.errors import option_error
-from torchditan.run.hub import is_on_hub
 
 PUBLIC_FILE = "imagenet_ci8x8.safetensors"
 """ImageNet in the latents of the Cosmos tokenizer CI8x8, a public file."""
@@ -60,7 +59,11 @@ def existing_path(config: options.Dataset, *, what: str | None = None) -> Path:
 
 def check_root(config: options.Dataset) -> None:
     """Check that the data of a dataset in `NEEDS` exists. train.py calls it before it imports torch."""
-    is_elsewhere = config.dataset_name == "latents" and config.root_dir is not None and is_on_hub(config.root_dir)
+    is_elsewhere = False
+    if config.dataset_name == "latents" and config.root_dir is not None:
+        from torchditan.run.hub import is_on_hub
+
+        is_elsewhere = is_on_hub(config.root_dir)
     if config.dataset_name in ("captions", "webdataset"):
         is_elsewhere = is_tar_address(config.root_dir)
     if config.dataset_name in NEEDS and config.hub_name is None and not config.streaming and not is_elsewhere:

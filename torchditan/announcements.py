@@ -123,7 +123,7 @@ def _describe_run(job: Job, model: nn.Module, step: int) -> str:
         f"{config.training.steps} steps{start}; {stop}",
         describe_batches(job.plan, asked=job.given.training.batch_size, context=job.parallel_dims.context),
     ]
-    if job.rank.rank == 0 and step < config.training.steps:
+    if job.device.type == "cuda" and job.rank.rank == 0 and step < config.training.steps:
         lines += describe_memory(config, device=job.device, num_devices=job.rank.world_size)
     wrapper = textwrap.TextWrapper(
         CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

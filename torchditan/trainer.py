@@ -51,7 +51,6 @@ from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
 from torchditan.registry import job_part
 from torchditan.run.metrics import MetricsLogger
-from torchditan.run.profiling import Profiler
 from torchditan.run.rank_status import write_rank_status
 from torchditan.supervision.exit_status import Interrupted
 from torchditan.supervision.preemption import StopAgreement, StopRequest
@@ -344,14 +343,7 @@ class Trainer:
         tasks.repeat_unfinished()
         if config.training.compile and self.progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
-        with Profiler(
-            config.profiling,
-            self.job.run_directory,
-            self.rank.rank,
-            device=self.device,
-            start_step=self.progress.step,
-            excluded=self.profiling_excluded,
-        ) as profiler:
+        with self.profiling() as profiler:
             self.logger.timer.restart()
             while self.progress.step < config.training.steps:
                 try:
@@ -363,7 +355,8 @@ class Trainer:
                         record_files(self.job)
                         self.set_timeout(config.comm.train_timeout_seconds)
                     tasks.run_periodic_tasks(result, is_first=is_first)
-                    profiler.step(self.progress.step)
+                    if profiler is not None:
+                        profiler.step(self.progress.step)
                     self.stop_point.stop_if_asked()
                 except DivergenceError as divergence:
                     batches = self.roll_back(divergence)
@@ -372,6 +365,22 @@ class Trainer:
         self.set_timeout(config.comm.init_timeout_seconds)
         self.checkpoints.wait_for_last()
         self._announce_end()
+
+    def profiling(self) -> AbstractContextManager[Any]:
+        """Context manager around the loop: a `Profiler`, or None if `[profiling]` asks for nothing."""
+        config = self.config.profiling
+        if not (config.enable_profiling or config.enable_memory_snapshot):
+            return nullcontext()
+        from torchditan.run.profiling import Profiler
+
+        return Profiler(
+            config,
+            self.job.run_directory,
+            self.rank.rank,
+            device=self.device,
+            start_step=self.progress.step,
+            excluded=self.profiling_excluded,
+        )
 
     def train_step(self, batches: Iterator[tuple[Batch, Randomness]]) -> StepResult:
         """One optimizer step: batch, loss, backward, clip, update, average."""

@@ -1,7 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Runs with a loss term of a plug-in, whose head on a named block only training has: `minimal_parts.Aligned`.
 
-tests/trainer compares its curve on several ranks, tests/extras/planner its memory, tests/extras/weights/test_heads.py its exports.
+tests/trainer compares its curve on several ranks, tests/extras/planner its memory, and tests/extras/weights its
+exports.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from torchditan.config.options import Profiling
-from torchditan.errors import ConfigError
 from torchditan.run import profiling as profiling_module
 from torchditan.run.directory import RunDirectory
-from torchditan.run.profiling import Profiler, check_profiling
+from torchditan.run.profiling import Profiler
 from torchditan.run.reading import read_metrics
 
 CPU = torch.device("cpu")
@@ -55,11 +54,6 @@ def test_a_resumed_run_traces_the_same_steps(run):
         work(profiler, 7, 9)
     assert files(run) == ["traces/step_00000008/rank0.json"]
     assert "train_step_8" in names(run.path / "traces/step_00000008/rank0.json")
-
-
-def test_memory_snapshots_need_cuda():
-    with pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot = true: .*CUDA.*cpu"):
-        check_profiling(Profiling(enable_memory_snapshot=True), CPU)
 
 
 class _MemoryHistory:

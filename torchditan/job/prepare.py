@@ -35,9 +35,7 @@ from torchditan.job.description import describe_data
 from torchditan.models import ModelSpec
 from torchditan.registry import job_part
 from torchditan.run.directory import RunDirectory, run_path
-from torchditan.run.profiling import check_profiling
 from torchditan.run.progress import report_progress
-from torchditan.run.trackers import check_trackers
 
 Evaluate = Callable[..., dict[str, float]]
 """`evaluate(model, sampler, say=print)` (extras/evaluation/during_training.py)."""
@@ -170,8 +168,13 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
 
         check_compile(config, num_shards=num_shards)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder(config, device=rank.device).absolute()))
-    check_trackers(config.metrics)
-    check_profiling(config.profiling, rank.device)
+    if config.metrics.enable_tensorboard or config.metrics.enable_wandb:
+        from torchditan.run.trackers import check_trackers
+
+        check_trackers(config.metrics)
+    if config.profiling.enable_memory_snapshot and rank.device.type != "cuda":
+        right = f"needs CUDA, this run is on {rank.device.type}; leave it out"
+        raise option_error("profiling.enable_memory_snapshot", True, right)
 
 
 def _reads_captions(config: Config, dataset: ImageDataset) -> bool:

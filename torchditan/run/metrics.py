@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import torch
@@ -30,8 +30,10 @@ from PIL import Image
 from torchditan.config.options import Metrics
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_metrics
-from torchditan.run.trackers import TensorBoard, WandB
 from torchditan.run.training_progress import Progress
+
+if TYPE_CHECKING:
+    from torchditan.run.trackers import TensorBoard, WandB
 
 ALWAYS_KEYS = (
     "step",
@@ -307,6 +309,8 @@ class MetricsLogger:
         if not run_directory.is_writer:
             return
         self._console = Console(stream or sys.stdout, color=config.enable_color_printing, clock=clock)
+        if config.enable_tensorboard or config.enable_wandb:
+            from torchditan.run.trackers import TensorBoard, WandB
         if config.enable_tensorboard:
             self._trackers.append(TensorBoard(run_directory.path / config.save_tb_folder, progress.step))
         if config.enable_wandb:

@@ -22,19 +22,11 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from torchditan.config.options import Profiling
-from torchditan.errors import option_error
 from torchditan.run.atomic_files import temporary_path
 from torchditan.run.directory import RunDirectory
 
 _WARMUP_STEPS = 3  # otherwise the first traced step includes the start of the tracer
 _MAX_MEMORY_EVENTS = 100_000
-
-
-def check_profiling(config: Profiling, device: torch.device) -> None:
-    """Raise ConfigError if `config` needs something that `device` does not support."""
-    if config.enable_memory_snapshot and device.type != "cuda":
-        right = f"needs CUDA, this run is on {device.type}; leave it out"
-        raise option_error("profiling.enable_memory_snapshot", True, right)
 
 
 class Profiler:
