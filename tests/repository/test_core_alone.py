@@ -83,15 +83,9 @@ def made_data(name: str, folder: Path) -> list[str]:
     return ["--dataset.dataset_name=latents", f"--dataset.root_dir={folder}", "--model.patch_size=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("data", "ranks"),
-    [
-        ("digits", 1),
-        pytest.param("digits", 2, marks=pytest.mark.slow),
-        pytest.param("folder", 1, marks=pytest.mark.slow),
-        pytest.param("cifar10", 1, marks=pytest.mark.slow),
-        pytest.param("latents", 1, marks=pytest.mark.slow),
-    ],
+    ("data", "ranks"), [("digits", 1), ("digits", 2), ("folder", 1), ("cifar10", 1), ("latents", 1)]
 )
 def test_the_core_trains_resumes_draws_and_leaves_its_weights(
     data: str, ranks: int, core: Path, tmp_path: Path
