@@ -71,7 +71,7 @@ def test_adaln_single_starts_with_blocks_that_are_the_identity() -> None:
 
 
 PARAMETERS = {("DiT-XL", 2): (675_129_632, 457_491_488)}
-"""Of the official preset, with adaLN and with adaLN-single. docs/model_options.md has these numbers."""
+"""Of the official preset, with adaLN and with adaLN-single. docs/recipes.md#conditioning has these numbers."""
 
 
 @pytest.mark.parametrize(("flavor", "patch_size"), PARAMETERS)

@@ -12,7 +12,7 @@ torchditan refit_time outputs/quickstart scale_1.safetensors
 torchditan generate outputs/from_a_friend
 
 `refit_time` fits the embedding of t at scale 1 to its old outputs, for one-step training from these weights
-(docs/one_step.md). `export --help`, `import --help` and `refit_time --help` list the options. To start a new run from
+(docs/recipes.md). `export --help`, `import --help` and `refit_time --help` list the options. To start a new run from
 an exported file, train with --checkpoint.initial_load_path FILE.
 """
 

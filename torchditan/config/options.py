@@ -144,7 +144,7 @@ class Model:
     """Embed patches by two linear layers with this width between them, such as 128 for JiT. Default: one layer."""
     text: Annotated[Literal["in_context", "cross_attention", "joint"] | None, OWN] = None
     """Read captions: as tokens before the patches, in joint blocks with weights of their own, or by cross-attention in
-    every block (docs/text_to_image.md)."""
+    every block (docs/finetune.md)."""
     text_positions: bool = True
     """Add sin-cos positions to the tokens of a caption, so that the order of words counts. False switches off
     text_kernel as well."""
@@ -264,7 +264,7 @@ class Diffusion:
 
     objective: Annotated[str, OBJECTIVES] = "flow_matching"
     """flow_matching: x_t = (1 - t) noise + t x, velocity target. ddpm: 1000 noise levels (the DiT paper, sdxl). imf:
-    one-step generation (docs/one_step.md)."""
+    one-step generation (docs/recipes.md)."""
     prediction: Literal["epsilon", "v", "x"] | None = None
     """What the model predicts. Default: v, the velocity, for flow_matching; epsilon, the noise, for ddpm."""
     loss_weighting: Literal["none", "min_snr"] = "none"
@@ -502,7 +502,7 @@ class Sampling:
     max_classes: Annotated[int, AtLeast(1)] = 10
     """Maximum number of rows in the grid; each row shows one class."""
     prompts: Annotated[list[str], CAPTIONS] = field(default_factory=list)
-    """Prompts to sample, one grid row each; `@prompts.txt` stands for the lines of a file (docs/text_to_image.md).
+    """Prompts to sample, one grid row each; `@prompts.txt` stands for the lines of a file (docs/finetune.md).
     Default: four held-out captions, or else training captions."""
     negative_prompt: Annotated[
         str,
