@@ -29,7 +29,7 @@ def limit_spinning() -> None:
     """Make OpenMP's threads sleep after a short wait for work. Call it before importing torch.
 
     By default libgomp's threads spin a hundred times as long. On a machine with other jobs, spinning takes CPU time
-    from the last thread of the region (measurements: docs/gpus.md). User values of OMP_WAIT_POLICY and
+    from the last thread of the region (measurements: docs/configuration.md). User values of OMP_WAIT_POLICY and
     GOMP_SPINCOUNT take precedence.
     """
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -36,9 +36,7 @@ given = torch.load(sys.argv[1])
 def run_reference(package: str, script: str, given: Any, *, folder: Path) -> Any:
     """What `script` assigns to `result`, computed from `given`; both are what `torch.save` and `torch.load` take."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(
-            f"{package} is not installed; tests/extras/evaluation/references.py says how to install it for this test"
-        )
+        pytest.skip(f"{package} is not installed; tests/extras/evaluation/references.py says how to install it for this test")
     torch.save(given, folder / "given.pt")
     files = [str(folder / name) for name in ("given.pt", "result.pt")]
     whole = BEFORE + script + "\ntorch.save(result, sys.argv[2])\n"
