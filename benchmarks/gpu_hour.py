@@ -8,7 +8,7 @@ Notable:
 - the JSON is written after each section, and a Markdown page next to it. The same command continues a run that was
   killed or ran out of time;
 - a section that fails records its last error line and what it measured before, and the others go on;
-- `--fill` writes the figures of the JSON into docs/performance.md and measures nothing.
+- `--fill` writes the figures of the JSON into docs/gpus.md and measures nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE_OF_FIGURES = REPOSITORY / "docs" / "performance.md"
+PAGE_OF_FIGURES = REPOSITORY / "docs" / "gpus.md"
 MARKS = ("<!-- figures of benchmarks/gpu_hour.py -->\n", "<!-- end of the figures -->\n")
 NOT_RUN = "not run"
 SAME = ("device_name", "versions", "tiny", "emulated")
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--tiny", action="store_true", help="tiny models, to check that everything runs (always without a GPU)")
     add("--emulated", action="store_true", help="the GPU does not compute: mark the results, and do not check figures")
     add("--out", type=Path, help="the JSON (default: benchmarks/results/gpu_hour_<device>.json, tiny: in outputs/)")
-    add("--fill", action="store_true", help="write the figures of the JSON into docs/performance.md")
+    add("--fill", action="store_true", help="write the figures of the JSON into docs/gpus.md")
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     args.tiny = args.tiny or not cuda

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The sections of gpu_hour.py: the commands, what is read from their results, and the figures of docs/performance.md.
+"""The sections of gpu_hour.py: the commands, what is read from their results, and the figures of docs/gpus.md.
 
 Notable: the expected seconds are those of a first run on an H200, as far as it went, and else estimates. They decide
 whether a section still fits into the time.
@@ -71,7 +71,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Figure:
-    """A row in docs/performance.md: `text`, formatted with the first row of the section that agrees with `where`."""
+    """A row in docs/gpus.md: `text`, formatted with the first row of the section that agrees with `where`."""
 
     what: str
     section: str
