@@ -59,9 +59,9 @@ def test_a_hyphen_in_a_command_is_an_underscore(run_script: RunScript) -> None:
 
 
 def test_the_list_states_the_hardware_of_the_page(run_script: RunScript) -> None:
-    """docs/train_configs.md has a row for each configuration, with the hardware that its file names."""
+    """docs/index.md has a row for each configuration, with the hardware that its file names."""
     shown = run_script("torchditan", "list").out
-    page = (REPOSITORY / "docs" / "train_configs.md").read_text(encoding="utf-8").partition("\nGrids of runs")[0]
+    page = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8").partition("\nGrids of runs")[0]
     rows = re.findall(r"^\| ([^|]+) \| (`[^|]+`) \|", page, flags=re.MULTILINE)
     stated = {name: hardware for hardware, names in rows for name in re.findall(r"`([^`]+)`", names)}
     listed = re.findall(r"^  (\S+) +\S.*\n +\[(.+)\]$", shown, flags=re.MULTILINE)

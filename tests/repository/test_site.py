@@ -65,8 +65,8 @@ def test_dead_links_and_anchors_fail_the_build(tmp_path: Path) -> None:
     good = build(tmp_path, tmp_path / "site")
     assert good.returncode == 0, good.stderr
 
-    page = docs / "glossary.md"
-    dead = ["glossary.md#no-such-heading", "no_such_page.md", "../torchditan/no_such_file.py"]
+    page = docs / "configuration.md"
+    dead = ["configuration.md#no-such-heading", "no_such_page.md", "../torchditan/no_such_file.py"]
     links = [f"[dead]({link})" for link in dead]
     page.write_text("\n\n".join([page.read_text(encoding="utf-8"), *links]), encoding="utf-8")
     built = build(tmp_path, tmp_path / "site")
