@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """TorchDiTan: pretraining diffusion transformers, from a laptop CPU to a node of GPUs.
 
-`train` trains a configuration, `load` opens a trained run (docs/python.md). For all else, import the folders you need.
-Importing this package imports no other module; torch follows with the first use of `train` or `load`.
+`train` trains a configuration, `load` opens a trained run (docs/checkpoints.md). For all else, import the folders you
+need. Importing this package imports no other module; torch follows with the first use of `train` or `load`.
 """
 
 from __future__ import annotations

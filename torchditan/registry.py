@@ -179,7 +179,7 @@ FAMILIES = Registry(
         "qwen_image": "torchditan.extras.published.qwen_image:QwenImage",
     },
 )
-"""`model.name`: families of published models, subclasses of `PublishedModel` (docs/adding_a_model.md)."""
+"""`model.name`: families of published models, subclasses of `PublishedModel` (docs/extending.md)."""
 
 
 class Registries(ChainMap[str, str]):

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The commands in the diffusers sections of docs/checkpoints.md run, with a small random pipeline and digits."""
+"""The commands of docs/checkpoints.md about diffusers run, with a small random pipeline and digits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from test_checkpoints_page import PAGE, SMALLER, commands
+from test_checkpoints_page import SMALLER, commands, commands_of, section_of
 
 pytest.importorskip("diffusers")
 
@@ -23,9 +23,9 @@ KEPT = ("--format", "--noise_schedule", "--prediction", "--job.config_file")
 
 
 def run_commands(run_script: RunScript, *, names: Collection[str]) -> list[str]:
-    """Run those commands of both sections that have these names, in the working folder; return their names."""
+    """Run those commands that have these names, in the working folder; return their names."""
     done = []
-    for words in [*commands("diffusers"), *commands("Export to diffusers")]:
+    for words in [*commands_of("diffusers"), *commands("Export to diffusers")]:
         assert words[0] == "torchditan"
         name, *rest = words[1:]
         if name not in names:
@@ -57,7 +57,7 @@ def test_a_pipeline_becomes_samples_and_a_pipeline_again(tmp_path: Path, run_scr
     ]
     (picture,) = tmp_path.glob("outputs/*/samples/generated_*.png")
     assert picture.stat().st_size > 0
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^```python\n(.*?)^```", section_of("Export to diffusers"), flags=re.DOTALL | re.MULTILINE)
     names: dict[str, object] = {}
     exec(code.replace("num_inference_steps=50", "num_inference_steps=2"), names)
     assert type(names["pipeline"]).__name__ == "DiTPipeline" and "image" in names

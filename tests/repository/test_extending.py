@@ -49,13 +49,10 @@ TINY = """
 """
 
 INSIDE = "ingredient"
-NUMBERS = "objective with numbers and a second time"
 EXAMPLES = (
     "objective",
-    NUMBERS,
     INSIDE,
     "sampler",
-    "sampler of an SDE",
     "schedule",
     "meter",
     "optimizer",
@@ -68,7 +65,7 @@ EXAMPLES = (
 LOGGED = {INSIDE: ("similarity",), "meter": ("update_cosine",)}
 FROM_OUTSIDE = {
     INSIDE: ("diffusion.ingredients", "layer_sync"),
-    "sampler of an SDE": ("sampling.sampler", "stochastic strength=0.5"),
+    "sampler": ("sampling.sampler", "midpoint"),
     "optimizer": ("optimizer.name", "PlainMuon"),
     "block": ("model.block", "parallel"),
 }
@@ -172,19 +169,6 @@ def test_the_example_works_from_outside_the_package_and_is_found_again(
         assert f"the file of {own.split()[0]} was changed since the run began" in outcome.err.splitlines()[-1]
 
 
-def test_a_second_time_starts_from_the_weights_of_a_run_without_it(train: Train, tmp_path: Path) -> None:
-    keep = ["--checkpoint.enable_checkpoint", "--training.steps=2", "--optimizer.lr=0"]
-    assert train(examples()["objective"].command, "plain", *keep, "--diffusion.objective=flow_matching").code == 0
-    flags = [*keep, f"--checkpoint.initial_load_path={tmp_path / 'plain'}", "--ema.enable=false"]
-    outcome = train(examples()[NUMBERS].command, "noisy", *flags)
-    assert outcome.code == 0, outcome.err
-    assert "; new scalar_embedders.s" in outcome.out
-    before, after = (read_state(tmp_path / f"{name}/checkpoint/step-00000002") for name in ("plain", "noisy"))
-    assert {name for name in after if name.startswith("model.")} - before.keys() == {
-        f"model.scalar_embedders.s.mlp.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")
-    }
-
-
 def test_the_text_encoder_of_the_page_trains_draws_and_keeps_its_cache(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "captioned").mkdir()
     for number in range(4):
@@ -207,21 +191,6 @@ def test_the_text_encoder_of_the_page_trains_draws_and_keeps_its_cache(run_scrip
             "torchditan", "generate", tmp_path / "run", "--prompts", "a ball", f"--out={tmp_path / 'g.png'}"
         )
         assert drawn.code == 0, drawn.err
-
-
-def test_the_sequential_dataset_of_the_page_trains_and_resumes_to_the_bit(
-    run_script: RunScript, tmp_path: Path
-) -> None:
-    pytest.importorskip("torchdata")
-    with extending_page.added(["sequential dataset"], tmp_path / "added"):
-        _, _, *arguments = shlex.split(examples()["sequential dataset"].command)
-        flags = [*arguments, *shlex.split(TINY), "--validation.freq=0", "--checkpoint.enable_checkpoint"]
-        for name, steps in (("whole", (4,)), ("resumed", (2, 4))):
-            where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
-            for last in steps:
-                outcome = run_script("train.py", *flags, *where, f"--training.steps={last}")
-                assert outcome.code == 0, outcome.err
-    assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=4)
 
 
 def test_a_run_is_not_continued_with_other_data(train: Train, tmp_path: Path) -> None:
@@ -349,7 +318,7 @@ def test_the_objective_of_the_page_refuses_options_itself() -> None:
 
 @pytest.mark.usefixtures("added")
 def test_choices_follow_the_registry() -> None:
-    names = "flow_matching, ddpm, imf, x_prediction, noisy_data, or module:name"
+    names = "flow_matching, ddpm, imf, x_prediction, or module:name"
     with pytest.raises(ConfigError, match=f"{names}; did you mean x_pred"):
         load_config(["--diffusion.objective=x_predicton"])
 

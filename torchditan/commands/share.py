@@ -1,6 +1,6 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Write a trained model to a folder that others can open, with its card, and upload it to the Hugging Face hub
-(docs/sharing.md). A folder of encoded latents is shared in the same way.
+(docs/checkpoints.md). A folder of encoded latents is shared in the same way.
 
 torchditan share outputs/quickstart digits
 torchditan share outputs/quickstart digits --license cc-by-4.0 --data_license "UCI, CC BY 4.0" --push me/digits

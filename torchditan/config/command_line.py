@@ -70,7 +70,7 @@ class RunParser(ScriptParser):
             "run",
             type=Path,
             nargs=number,
-            help="run directory, such as outputs/quickstart, or a shared model (docs/sharing.md)",
+            help="run directory, such as outputs/quickstart, or a shared model (docs/checkpoints.md)",
         )
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 

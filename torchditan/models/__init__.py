@@ -2,7 +2,7 @@
 """The native diffusion transformer (dit.py), the interface of a model (spec.py), and FLOPs.
 
 To add an architecture, write a function like `build_dit_spec` and name it in `ARCHITECTURES` of registry.py. To add an
-architecture of diffusers, add a file to extras/published/ (docs/adding_a_model.md).
+architecture of diffusers, add a file to extras/published/ (docs/extending.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""docs/adding_a_model.md: adding a family takes one file and one line of the registry."""
+"""docs/extending.md: adding a family takes one file and one line of the registry."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 Notable:
 - a family is a small subclass of `PublishedModel`. It defines its sizes, its caption embeddings, and one `predict` that
-  calls the transformer as its own pipeline does. docs/adding_a_model.md walks through an example;
+  calls the transformer as its own pipeline does. docs/extending.md has the steps;
 - diffusers builds the model with its parameters on the meta device and its buffers on the CPU. For 12B parameters this
   takes a second. Weights follow one tensor at a time, read from files or drawn from (seed, name) as for our own models;
 - inputs, above all the timestep, stay float32 up to the first layer that has weights. Those layers, outside the blocks,

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """A trained model, ready to sample, from weights at any address (opening.py).
 
-`torchditan.load` is the short way from Python (docs/python.md).
+`torchditan.load` is the short way from Python (docs/checkpoints.md).
 """
 
 from __future__ import annotations
