@@ -226,9 +226,15 @@ def fill(document: dict[str, Any], target: Path, *, source: str) -> None:
         "",
     ]
     lines += ["| figure | target | measured | section |", "|---|---|---|---|"]
+    missing = {}
     for figure in FIGURES:
-        cells = (figure.what, figure.target, value_of(figure, document["sections"]), f"`{figure.section}`")
-        lines.append(f"| {' | '.join(cells)} |")
+        value = value_of(figure, document["sections"])
+        if value.startswith(("not measured", "skipped")):
+            missing[f"`{figure.section}`"] = None
+            continue
+        lines.append(f"| {figure.what} | {figure.target} | {value} | `{figure.section}` |")
+    if missing:
+        lines += ["", f"Not measured, or not in full: {', '.join(missing)}."]
     write_file(target, "".join([before, begin, "\n".join(lines), "\n", end, after]).encode())
 
 
