@@ -41,7 +41,7 @@ def start(flags: list[str]) -> dict[str, float]:
 
     import torch
 
-    from torchditan import datasets
+    from torchditan.job import prepare
     from torchditan.trainer import Trainer
 
     ends = {"imports": time.time()}
@@ -63,7 +63,7 @@ def start(flags: list[str]) -> dict[str, float]:
         raise Started
 
     step = Trainer.train_step
-    datasets.build_dataset = marking("options and data", datasets.build_dataset)
+    prepare.build_dataset = marking("options and data", prepare.build_dataset)  # type: ignore[attr-defined]
     Trainer.__init__ = marking("build", Trainer.__init__)  # type: ignore[method-assign]
     Trainer.open_stream = marking("first batch", Trainer.open_stream)  # type: ignore[method-assign]
     Trainer.train_step = first_step  # type: ignore[assignment]

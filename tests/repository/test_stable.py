@@ -1,0 +1,82 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What is stable from 0.2.0 on: names that code of others imports, and runs that later versions resume."""
+
+from __future__ import annotations
+
+import pkgutil
+
+import torchditan.registry
+from torchditan.registry import Registry
+
+PYTHON = [  # docs/checkpoints.md, "Python"
+    "torchditan:load",
+    "torchditan:train",
+    "torchditan.config.loader:from_dict",
+    "torchditan.config.loader:load_config",
+    "torchditan.config.options:Config",
+    "torchditan.config.options:Sampling",
+    "torchditan.datasets.digits:Digits",
+    "torchditan.diffusion.flow_matching:FlowMatching",
+    "torchditan.diffusion.samplers:guided_prediction",
+    "torchditan.diffusion.timesteps:Timesteps",
+    "torchditan.errors:ConfigError",
+    "torchditan.extras.planner.plan:plan_run",
+    "torchditan.extras.weights.trained_model:TrainedModel",
+    "torchditan.job.prepare:prepare",
+    "torchditan.models.dit:DiT",
+    "torchditan.models.dit:DiTConfig",
+    "torchditan.models.dit:FLAVORS",
+    "torchditan.models:ClassLabels",
+    "torchditan.randomness:draw",
+    "torchditan.randomness:normal",
+    "torchditan.run.reading:read_config",
+    "torchditan.run.reading:read_metrics",
+    "torchditan.run.reading:read_status",
+    "torchditan.sampling.grid_picture:save_grid",
+    "torchditan.trainer:Trainer",
+]
+EXTENSION_POINTS = [  # docs/extending.md; the groups of entry points are `torchditan.` and these names
+    "ARCHITECTURES",
+    "AUTOENCODERS",
+    "BLOCKS",
+    "DATASETS",
+    "FAMILIES",
+    "FORMATS",
+    "INGREDIENTS",
+    "LAUNCHERS",
+    "METERS",
+    "METRICS",
+    "OBJECTIVES",
+    "OPTIMIZERS",
+    "SAMPLERS",
+    "SCHEDULES",
+    "TEXT_ENCODERS",
+]
+BASES = [
+    "torchditan.data_stream.datasets:ImageDataset",
+    "torchditan.data_stream.datasets:SequentialDataset",
+    "torchditan.diffusion.objectives:Ingredient",
+    "torchditan.diffusion.objectives:Losses",
+    "torchditan.diffusion.objectives:Objective",
+    "torchditan.diffusion.samplers:Sampler",
+    "torchditan.extras.ablation.launch:Launcher",
+    "torchditan.extras.autoencoders.autoencoder:Autoencoder",
+    "torchditan.extras.captions.encode:TextEncoder",
+    "torchditan.extras.evaluation.metric:Metric",
+    "torchditan.extras.evaluation.metric:MetricOfAllPictures",
+    "torchditan.extras.evaluation.quality:Quality",
+    "torchditan.extras.published.base:PublishedModel",
+    "torchditan.models.dit:Block",
+    "torchditan.models.spec:ModelSpec",
+    "torchditan.optim.meters:Meter",
+    "torchditan.optim.optimizers:ParameterGroup",
+    "torchditan.optim.schedules:Schedule",
+]
+
+
+def test_stable_names_can_be_imported() -> None:
+    for name in [*PYTHON, *BASES]:
+        assert pkgutil.resolve_name(name) is not None
+    registries = [getattr(torchditan.registry, name) for name in EXTENSION_POINTS]
+    assert all(isinstance(registry, Registry) for registry in registries)
+    assert {registry.base for registry in registries} - {None} <= set(BASES)
