@@ -7,7 +7,7 @@ import json
 import os
 from typing import Any
 
-from torchditan.config.loader import load_config
+from torchditan.config.loader import parse_config
 from torchditan.config.schema import options
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.errors import ConfigError, did_you_mean
@@ -43,7 +43,7 @@ def train(
     """
     texts = {name: _text(value) for name, value in given.items()}
     flags = [f"--{_full_name(name)}={text}" for name, text in texts.items()]
-    job = prepare(load_config([f"--job.config_file={config_file}", *flags]), dataset, validation_dataset)
+    job = prepare(parse_config([f"--job.config_file={config_file}", *flags]), dataset, validation_dataset)
     if job is None:
         raise ConfigError("cache.only trains nothing; leave it out")
     Trainer(job).train()

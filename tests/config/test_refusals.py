@@ -40,6 +40,7 @@ SDXL = "--model.name=sdxl --diffusion.objective=ddpm"
 ROWS: list[tuple[str, str, list[str]]] = [
     # Commands, configurations and names of options
     ("trian", "trian", ["train?"]),
+    ("export-lora", "export-lora", ["export_lora?"]),
     ("list extra", "", ["extra"]),
     (
         "train quikstart",

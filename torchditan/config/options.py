@@ -632,18 +632,14 @@ class Comm:
 
 @dataclass(frozen=True)
 class Autotune:
-    """The search of --training.batch_size=auto. It makes trial runs of a few steps, each in new processes."""
+    """The search of --training.batch_size=auto: trial runs of six steps, each in new processes.
+
+    The chosen batch leaves 5 percent of the device's memory free."""
 
     goal: Literal["largest", "fastest"] = "largest"
     """The largest batch that fits, or the tried batch that gives the most images per second."""
-    memory_margin: Annotated[float, AtLeast(0), Below(1)] = 0.05
-    """Fraction of the device's memory that the chosen batch leaves free."""
-    batch_size_multiple: Annotated[int, AtLeast(1)] = 1
-    """The search tries multiples of this batch size; 16 suits float8."""
-    max_batch_size: Annotated[int, AtLeast(1)] = 4096
-    """Largest batch size per rank that the search tries."""
-    steps: Annotated[int, AtLeast(2)] = 6
-    """Optimizer steps per trial."""
+    batch_size_multiple: Annotated[int, Between(1, 4096)] = 1
+    """The search tries multiples of this batch size, up to 4096; 16 suits float8."""
     memory_limit_gib: Annotated[float | None, Above(0)] = None
     """Memory limit per rank on a CPU. Without it, the search may use all memory of the machine."""
 

@@ -7,14 +7,13 @@ Their files import torch, so these rules come last.
 
 from __future__ import annotations
 
-import json
 import pkgutil
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
 from torchditan.config.declarations import Idle
 from torchditan.config.options import FLAVORS_OF, Config, flatten
-from torchditan.config.schema import Option, check_declared, options
+from torchditan.config.schema import check_declared, options
 from torchditan.errors import did_you_mean, has_secret, option_error
 from torchditan.registry import (
     ARCHITECTURES,
@@ -101,18 +100,14 @@ def _needs(config: Config) -> Mistakes:
     for name, option in options().items():
         for need in option.needs if values[name] != option.default else ():
             if not isinstance(need, Idle) and need.is_missing(config):
-                yield name, f"needs {need.what}{_choices_of(need.what)}; {_leave_out(option)}"
+                default = f", or set its default, {option.shown_default}" if option.shown_default else ""
+                yield name, f"needs {need.what}{_choices_of(need.what)}; leave it out{default}"
 
 
 def _choices_of(what: str) -> str:
     """` (in_context, cross_attention, joint)`: the values that set an option."""
     choices = options()[what].choices if what in options() else ()
     return f" ({', '.join(choices)})" if choices else ""
-
-
-def _leave_out(option: Option) -> str:
-    is_open = option.default in (None, "", [])
-    return "leave it out" if is_open else f"leave it out, or set its default, {json.dumps(option.default)}"
 
 
 def _model(config: Config) -> Mistakes:
