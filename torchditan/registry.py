@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
-import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -290,8 +289,6 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
     """
     name = entry_name(text)
     options: dict[str, Any] = {}
-    if ":" in name and not all(part.isidentifier() for part in re.split(r"[.:]", name)):
-        raise option_error(option, text, "must be module:name, such as my_lab.parts:Mine")
     for word in text.split()[1:]:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():

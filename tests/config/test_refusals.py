@@ -108,11 +108,6 @@ ROWS: list[tuple[str, str, list[str]]] = [
     ("train --model.learn_sigma", "model.learn_sigma = true", ["--model.learn_sigma=false"]),
     ("train --model.preset=official", 'model.preset = "official"', ["--model.learn_sigma=false"]),
     (
-        "train --dataset.image_size=30 --model.patch_size=4",
-        "dataset.image_size = [30, 30]",
-        ["model.patch_size = 4"],
-    ),
-    (
         "train --training.global_batch_size=100 --training.batch_size=16",
         "training.global_batch_size = 100",
         ["training.batch_size = 16", "number"],
