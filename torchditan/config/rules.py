@@ -67,7 +67,9 @@ def validate_parts(config: Config, *, is_training: bool = True) -> None:
         for option in ("diffusion.embedded_guidance", "sampling.embedded_guidance"):
             if (value := attrgetter(option)(config)) != options()[option].default:
                 raise option_error(option, value, f"{name} does not embed a guidance scale; leave it out")
-    _validate_plug_ins(config)
+    if name not in MODELS:
+        resolve(ARCHITECTURES, "model.name", name)
+    resolve(BLOCKS, "model.block", config.model.block)
     _validate_objective(config)
     if is_training:
         validate_training_parts(config)
@@ -191,13 +193,6 @@ def _entry(registry: Registry, option: str, text: str) -> None:
     found, values = resolve(registry, option, text)
     check_options(found, option, text, num_arguments=1, options=values)
     check_declared(found, option, text, values)
-
-
-def _validate_plug_ins(config: Config) -> None:
-    """Import the user's own classes and functions, and check what they are."""
-    if config.model.name not in MODELS:
-        resolve(ARCHITECTURES, "model.name", config.model.name)
-    resolve(BLOCKS, "model.block", config.model.block)
 
 
 def _validate_objective(config: Config) -> None:
