@@ -44,7 +44,6 @@ def run(name: str) -> int:
 def main() -> int:
     """Entry point of the command `torchditan`."""
     name, *arguments = sys.argv[1:] or ["--help"]
-    name = name.replace("-", "_") if not name.startswith("-") else name
     if name in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
-import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -290,15 +289,13 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
     """
     name = entry_name(text)
     options: dict[str, Any] = {}
-    if ":" in name and not all(part.isidentifier() for part in re.split(r"[.:]", name)):
-        raise option_error(option, text, "must be module:name, such as my_lab.parts:Mine")
     for word in text.split()[1:]:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
             raise option_error(option, text, f"{word} must be key=value, such as weight=0.1")
         if key in options:
             raise option_error(option, text, f"has {key} twice; leave one out")
-        options[key] = _value(value)
+        options[key] = parse_value(value)
     if registry.place(name) is None:
         known = f"one of {', '.join(registry)}, or " if registry else ""
         raise option_error(option, text, f"must be {known}module:name{did_you_mean(name, registry)}")
@@ -377,12 +374,13 @@ def check_options(
         raise option_error(option, text, f"{error}; the options of {entry_name(text)}: {known}") from None
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """A number, true, false, none, a list such as 2,5, or else a word, from text."""
     words: dict[str, Any] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
     if "," in text:
-        return [_value(part) for part in text.split(",") if part]
+        return [parse_value(part) for part in text.split(",") if part]
     for kind in (int, float):
         try:
             return kind(text)

@@ -7,10 +7,10 @@ import json
 import os
 from typing import Any
 
-from torchditan.config.loader import load_config
+from torchditan.config.loader import parse_config
 from torchditan.config.schema import options
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.errors import ConfigError, did_you_mean
+from torchditan.errors import ConfigError
 from torchditan.extras.weights.trained_model import TrainedModel, load
 from torchditan.job.prepare import prepare
 from torchditan.trainer import Trainer
@@ -43,7 +43,7 @@ def train(
     """
     texts = {name: _text(value) for name, value in given.items()}
     flags = [f"--{_full_name(name)}={text}" for name, text in texts.items()]
-    job = prepare(load_config([f"--job.config_file={config_file}", *flags]), dataset, validation_dataset)
+    job = prepare(parse_config([f"--job.config_file={config_file}", *flags]), dataset, validation_dataset)
     if job is None:
         raise ConfigError("cache.only trains nothing; leave it out")
     Trainer(job).train()
@@ -58,12 +58,10 @@ def _text(value: Any) -> str:
 
 
 def _full_name(name: str) -> str:
-    if name in options():
-        return name
     found = [option for option in options() if option.split(".")[1] == name]
-    if f"training.{name}" in found or len(found) == 1:
-        return f"training.{name}" if f"training.{name}" in found else found[0]
-    if found:
+    for full_name in (name, f"training.{name}"):
+        if full_name in options():
+            return full_name
+    if len(found) > 1:
         raise ConfigError(f"{name} is {' or '.join(found)}; give one of these names")
-    hint = did_you_mean(name, [option.split(".")[1] for option in options()])
-    raise ConfigError(f"{name} is not an option{hint}; docs/options.md lists all")
+    return found[0] if found else name  # an unknown name is refused with the others

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The command `torchditan`: its table of commands, its refusals, and the list of configurations."""
+"""The command `torchditan`: its table of commands, and the list of configurations."""
 
 from __future__ import annotations
 
@@ -37,25 +37,6 @@ def test_help_takes_less_than_three_tenths_of_a_cpu_second_and_imports_no_torch(
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3  # other jobs share the cores
     assert not re.search(r"\| +(torch|numpy)$", done.stderr, flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["trian"], "error: trian is not a command; did you mean train?\n"),
-        (["list", "extra"], "error: unrecognized arguments: extra\n"),
-        (["train", "quikstart"], "did you mean quickstart?\n"),
-        (["train", "quickstart", "earth"], "earth is not part of an option; write options as --section.key value\n"),
-    ],
-)
-def test_a_mistake_is_one_line(words: list[str], line: str, run_script: RunScript, tmp_path: Path) -> None:
-    outcome = run_script("torchditan", *words)
-    assert outcome.code == 2 and outcome.err.endswith(line) and outcome.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_hyphen_in_a_command_is_an_underscore(run_script: RunScript) -> None:
-    assert run_script("torchditan", "export-lora", "--help").code == 0
 
 
 def test_the_list_states_the_hardware_of_the_page(run_script: RunScript) -> None:

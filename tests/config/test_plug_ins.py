@@ -59,6 +59,8 @@ def test_options_follow_the_name() -> None:
     ("text", "mentions"),
     [
         ("no_such_lab:Mine", ["No module named 'no_such_lab'", "module:name"]),
+        ("my_lab.py:Mine", ["my_lab:Mine"]),
+        ("my_lab:Mine()", ["module:name"]),
         (f"{HERE}:Missing", ["Missing", "module:name"]),
         (f"{HERE}:three", ["torchditan.diffusion.samplers.Sampler"]),
         (f"{HERE}:Mine strength", ["key=value"]),
@@ -109,20 +111,31 @@ def test_train_returns_the_finished_run_and_continues_one(tmp_path: Path) -> Non
         assert mention in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["diffusion.objective", "diffusion.ingredients", "autoencoder.name"])
+@pytest.mark.parametrize(
+    ("option", "module"),
+    [
+        ("diffusion.objective", "evil_lab"),
+        ("diffusion.ingredients", "evil_lab"),
+        ("autoencoder.name", "evil_lab"),
+        ("sampling.sampler", "this"),  # a module of Python too
+        ("sampling.sampler", "evil_package.inner"),  # of a namespace package
+    ],
+)
 def test_a_stored_configuration_imports_no_file_of_the_current_folder(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "evil_lab.py").write_text("from pathlib import Path\nPath('executed').touch()\nclass Part: pass\n")
+    file = tmp_path / f"{module.replace('.', '/')}.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("from pathlib import Path\nPath('executed').touch()\nclass Part: pass\n")
     section, _, key = option.partition(".")
     stored = to_dict(Config())
-    stored[section][key] = ["evil_lab:Part"] if key == "ingredients" else "evil_lab:Part"
+    stored[section][key] = [f"{module}:Part"] if key == "ingredients" else f"{module}:Part"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["", str(tmp_path), *sys.path])  # as `python -c` and `python -m` do
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with refused(f"{option} = ", "PYTHONPATH"):
         from_dict(stored)
-    assert not (tmp_path / "executed").exists() and "evil_lab" not in sys.modules
+    assert not (tmp_path / "executed").exists() and module not in sys.modules
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the user's doing
     assert from_dict(stored) is not None
 
@@ -185,12 +198,6 @@ def test_a_part_is_checked_before_the_run(option: str, value: str, mentions: lis
         load_config([f"--{option}={HERE}:{value}"])
 
 
-@pytest.mark.parametrize("text", ["my_lab.py:Mine", ":Mine", "my_lab:Mine()"])
-def test_a_name_that_is_no_module_and_name_is_refused(text: str) -> None:
-    with refused("sampling.sampler = "):
-        load_config([f"--sampling.sampler={text}"])
-
-
 def test_an_architecture_from_outside() -> None:
     shapes: dict[str, Any] = {"sample_shape": (1, 8, 8), "num_classes": 10}
     name = f"{HERE}:like_the_dit"
@@ -199,24 +206,6 @@ def test_an_architecture_from_outside() -> None:
     assert mine.build().state_dict().keys() == dit.build().state_dict().keys()
     with refused(f'model.name = "{HERE}:wrong_architecture"', "int", "ModelSpec"):
         build_model_spec(Model(name=f"{HERE}:wrong_architecture"), **shapes)
-
-
-@pytest.mark.parametrize("name", ["this", "evil_package"])  # `this` is a module of Python too
-def test_no_form_of_a_module_is_read_from_the_current_folder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / name if name == "evil_package" else tmp_path  # a namespace package
-    folder.mkdir(exist_ok=True)
-    module = f"{name}.inner" if name == "evil_package" else name
-    (folder / f"{module.rpartition('.')[2]}.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
-    stored = to_dict(Config())
-    stored["sampling"]["sampler"] = f"{module}:Part"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *sys.path])
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    with refused("sampling.sampler = ", "PYTHONPATH"):
-        from_dict(stored)
-    assert not (tmp_path / "executed").exists() and module not in sys.modules
 
 
 def test_a_number_with_the_name_of_another_is_refused_and_the_process_trains_again(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import tiny_runs
 from PIL import Image
 
 from torchditan.config.loader import load_config, to_dict
@@ -15,84 +16,60 @@ from torchditan.run.directory import DATASET_FILES
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunScript, Train
 
-SETTINGS = [
-    "--model.flavor=debugmodel",
-    "--dataset.num_workers=0",
-    "--training.global_batch_size=8",
-    "--training.mixed_precision_param=float32",
-    "--optimizer.lr=1e-3",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=2",
-    "--checkpoint.keep_latest_k=0",
-    "--metrics.log_freq=1",
-    "--metrics.enable_sampling=false",
-]
+KEEP_ALL = [*tiny_runs.KEEP, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
 
 
-def resume(run_script: RunScript, name: str, *flags: str) -> tuple[int, str, str]:
-    return run_script("train.py", *SETTINGS, "--metrics.experiment_name", name, *flags)
+def refused(run_script: RunScript, run: Path, *flags: str) -> str:
+    """The line with which a command refuses to continue a run, which stays as it was."""
+    before = (run / "config.json").read_bytes()
+    code, _, err = run_script("train.py", *tiny_runs.job(run, *KEEP_ALL, *flags))
+    assert code == 2 and err.count("\n") == 1 and "--metrics.experiment_name" in err
+    assert (run / "config.json").read_bytes() == before
+    return err
 
 
-def test_a_run_on_a_folder_of_images_refuses_other_images(run_script: RunScript, tmp_path: Path) -> None:
+def test_a_run_on_a_folder_of_images_refuses_other_images(run_script: RunScript, train: Train, tmp_path: Path) -> None:
     for folder, names in (("cats", "abcd"), ("moved_cats", "abcd"), ("dogs", "abce")):
         (tmp_path / folder).mkdir()
         for red, name in enumerate(names):
             Image.new("RGB", (8, 8), (60 * red, 0, 0)).save(tmp_path / folder / f"{name}.png")
     for folder in ("moved_cats", "dogs"):
         Image.new("RGB", (90, 90)).save(tmp_path / folder / "b.png")
-    flags = ["--dataset.dataset_name=folder", "--dataset.image_size=8", "--training.steps"]
-    assert resume(run_script, "pets", *flags, "2", "--dataset.root_dir=cats")[0] == 0
-    code, _, err = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=dogs")
-    assert code == 2
+    flags = ["--dataset.dataset_name=folder", "--dataset.image_size=8"]
+    others = [*flags, "--dataset.root_dir=dogs", "--training.steps=2"]
+    train("pets", *KEEP_ALL, *flags, "--training.steps=1", "--dataset.root_dir=cats")
+    err = refused(run_script, tmp_path / "pets", *others)
     assert "other files of dogs (added: e.png; removed: d.png; changed: b.png)" in err and "paths-" not in err
-    assert "--metrics.experiment_name" in err and err.count("\n") == 1
-    code, out, _ = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=moved_cats")
-    assert code == 0 and "warning: files since this run was started: changed: b.png\n" in out
-    (tmp_path / "outputs" / "pets" / DATASET_FILES).write_bytes(b"damaged")
-    code, _, err = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=dogs")
-    assert code == 2 and "dataset.fingerprint is paths-" in err and "--metrics.experiment_name" in err
+    outcome = train("pets", *KEEP_ALL, *flags, "--training.steps=2", "--dataset.root_dir=moved_cats")
+    assert "warning: files since this run was started: changed: b.png\n" in outcome.out
+    (tmp_path / "pets" / DATASET_FILES).write_bytes(b"damaged")
+    assert "dataset.fingerprint is paths-" in refused(run_script, tmp_path / "pets", *others)
 
 
-def test_fewer_steps_than_were_trained_are_refused(run_script: RunScript) -> None:
-    assert resume(run_script, "run", "--training.steps=4")[0] == 0
-    before = Path("outputs/run/config.json").read_bytes()
-    code, _, err = resume(run_script, "run", "--training.steps=1")
-    assert code == 2
-    assert "training.steps = 1" in err and "is at step 4" in err and "--metrics.experiment_name" in err
-    assert Path("outputs/run/config.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("schedule", ["constant", "wsd"])
-def test_a_run_trains_longer_where_its_learning_rates_stay(schedule: str, run_script: RunScript) -> None:
-    flags = [f"--lr_scheduler.schedule={schedule}", "--lr_scheduler.decay_ratio=0.5"]
-    assert resume(run_script, "whole", "--training.steps=6", *flags)[0] == 0
-    assert resume(run_script, "longer", "--training.steps=4", *flags)[0] == 0
-    for late in Path("outputs/longer/checkpoint").glob("step-00000004"):  # as if stopped before the decay
-        late.rename("late")
-    code, out, err = resume(run_script, "longer", "--training.steps=6", *flags)
-    assert code == 0, err
-    assert "resumed at step 2" in out
-    losses = [[record["loss"] for record in read_metrics(Path("outputs") / run)] for run in ("whole", "longer")]
+def test_a_run_trains_longer_where_its_learning_rates_stay(train: Train, tmp_path: Path) -> None:
+    flags = [*KEEP_ALL, "--lr_scheduler.schedule=wsd", "--lr_scheduler.decay_ratio=0.5"]
+    train("whole", "--training.steps=6", *flags)
+    train("longer", "--training.steps=4", *flags)
+    (tmp_path / "longer/checkpoint/step-00000004").rename(tmp_path / "late")  # as if stopped before the decay
+    assert "resumed at step 2" in train("longer", "--training.steps=6", *flags).out
+    losses = [[record["loss"] for record in read_metrics(tmp_path / run)] for run in ("whole", "longer")]
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_training_longer_is_refused_once_the_rate_decays_and_the_remedy_works(
-    schedule: str, run_script: RunScript
+def test_other_steps_are_refused_once_the_rate_decays_and_the_remedy_works(
+    run_script: RunScript, train: Train, tmp_path: Path
 ) -> None:
-    flags = [f"--lr_scheduler.schedule={schedule}", "--training.steps=4"]
-    assert resume(run_script, "short", *flags)[0] == 0
-    flags[-1] = "--training.steps=6"
-    code, _, err = resume(run_script, "short", *flags)
-    assert code == 2
-    assert "training.steps = 6" in err and "started with 4" in err and schedule in err
+    run, cosine = tmp_path / "short", "--lr_scheduler.schedule=cosine"
+    train("short", *KEEP_ALL, cosine, "--training.steps=4")
+    err = refused(run_script, run, cosine, "--training.steps=1")
+    assert "training.steps = 1" in err and "is at step 4" in err
+    err = refused(run_script, run, cosine, "--training.steps=6")
+    assert "training.steps = 6" in err and "started with 4" in err and "cosine" in err
     remedy = err.split("from its weights: ")[1].split()
-    assert remedy == ["--checkpoint.initial_load_path", "outputs/short", "--metrics.experiment_name", "NAME"]
-    code, out, err = resume(run_script, "NAME", *flags, *remedy[:2])
-    assert code == 0, err
-    assert "outputs/short" in out
+    assert remedy == ["--checkpoint.initial_load_path", str(run), "--metrics.experiment_name", "NAME"]
+    assert str(run) in train("NAME", cosine, "--training.steps=1", *remedy[:2]).out
 
 
 @pytest.mark.parametrize(

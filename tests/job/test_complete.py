@@ -129,11 +129,9 @@ def test_an_odd_batch_is_refused_for_a_loss_of_pairs(
 
 
 def test_batches_that_are_chosen_for_a_loss_of_pairs_are_even() -> None:
-    limits = {"autotune.max_batch_size": 12, "training.global_batch_size": 36}
-    assert list(candidate_batches(of_pairs(**limits), num_devices=1)) == [2, 4, 6, 12]
-    assert candidate_batches(of_pairs(**limits, **{"autotune.batch_size_multiple": 3}), num_devices=1) == [6, 12]
-    with pytest.raises(ConfigError, match=r"must be at least 2: diffusion\.ingredients"):
-        candidate_batches(of_pairs(**{"autotune.max_batch_size": 1}), num_devices=1)
-    run = StoredRun(path=Path("run"), options={}, global_batch_size=12, cpu_threads=None)
+    of_36 = of_pairs(**{"training.global_batch_size": 36})
+    assert candidate_batches(of_36, num_devices=1) == [2, 4, 6, 12, 18, 36]
+    assert candidate_batches(of_36.replace({"autotune.batch_size_multiple": 3}), num_devices=1) == [6, 12, 18, 36]
+    run = StoredRun(path=Path("run"), options={"training.global_batch_size": 12}, cpu_threads=None)
     kept = keep_global_batch_size(of_pairs(**{"training.batch_size": 5}), run, world_size=2)
     assert (kept.training.batch_size, kept.training.global_batch_size) == (2, 12)

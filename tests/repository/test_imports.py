@@ -37,6 +37,15 @@ except SystemExit as end:
 names = [name for name in sys.modules if name.split(".")[0] == "torchditan"]
 print(json.dumps({name: sys.modules[name].__file__ for name in names}))
 """
+OPTIONAL = {
+    *("cosmos_tokenizer", "datasets", "diffusers", "huggingface_hub", "peft", "pyarrow", "submitit", "tensorboard"),
+    *("torchao", "torchdata", "transformers", "wandb"),
+}
+
+
+def files() -> list[Path]:
+    package = REPOSITORY / "torchditan"
+    return [*package.rglob("*.py"), *(package / "datasets").glob("*.py")]
 
 
 def part_of(module: str) -> str:
@@ -45,27 +54,44 @@ def part_of(module: str) -> str:
     return ".".join(words[:2]) if words[0] == "extras" else words[0]
 
 
-def imports_of(file: Path) -> set[str]:
-    """The modules of ours that a file imports: at the top, in a function, or for type checkers only."""
+def imports_of(file: Path, *, at_top: bool = False) -> set[str]:
+    """The modules that a file imports: at the top, or also in a function or for type checkers only."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in tree.body if at_top else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             assert node.level == 0, f"{file}: imports name the whole module"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.startswith("torchditan.")}
+    return found
 
 
 def test_a_part_imports_only_what_stands_before_it() -> None:
+    """And models/, diffusion/ and distributed/ know no command line and no run directory."""
     wrong = []
-    for file in [*(REPOSITORY / "torchditan").rglob("*.py"), *(REPOSITORY / "torchditan/datasets").glob("*.py")]:
+    for file in files():
         module = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         if module in ("torchditan", "torchditan.__main__", "torchditan.extras"):
             continue
-        place = ORDER.index(part_of(module))
-        wrong += [f"{module}: {name}" for name in imports_of(file) if ORDER.index(part_of(name)) > place]
+        part = part_of(module)
+        ours = {name for name in imports_of(file) if name.startswith("torchditan.")}
+        wrong += [f"{module}: {name}" for name in ours if ORDER.index(part_of(name)) > ORDER.index(part)]
+        if part in ("models", "diffusion", "distributed"):
+            outer = ("torchditan.config.loader.", "torchditan.run.metrics.", "torchditan.run.directory.")
+            wrong += [f"{module}: {name}" for name in ours if f"{name}.".startswith(outer)]
     assert wrong == []
+
+
+def test_optional_libraries_are_imported_where_they_are_used() -> None:
+    found = {file: {name.split(".")[0] for name in imports_of(file, at_top=True)} & OPTIONAL for file in files()}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_importing_the_package_imports_no_torch_and_help_neither() -> None:
+    for command in ("import torchditan", "import torchditan.config.loader, torchditan.supervision.exit_status"):
+        script = f"import sys; {command}; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0, command
 
 
 def test_the_quickstart_imports_only_the_core(tmp_path: Path) -> None:

@@ -59,10 +59,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
             what = "a run directory, a grid folder or a folder of run directories"
             raise ConfigError(f"{folder} does not exist; must be {what}{hint}")
     runs = [folder for folder in args.folders if is_run(folder)]
-    if runs and len(runs) < len(args.folders):
-        other = next(folder for folder in args.folders if folder not in runs)
-        right = f"is not a run directory, but {runs[0]} is; name only runs, or only grids and folders of runs"
-        raise option_error("folder", str(other), right)
     if args.labels and not (args.compare or runs):
         raise option_error("--labels", " ".join(args.labels), "names runs; leave it out, or name runs, not grids")
     if args.metrics and (args.compare or runs):

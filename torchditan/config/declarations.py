@@ -23,17 +23,17 @@ class Rule:
 
 
 class AtLeast(Rule):
-    """A number from this one on, or another value that has a meaning of its own."""
+    """A number from this one on."""
 
-    def __init__(self, least: float, *, other: float | None = None) -> None:
-        super().__init__(f"at least {least}{_or(other)}", lambda value: value >= least or value == other)
+    def __init__(self, least: float) -> None:
+        super().__init__(f"at least {least}", lambda value: value >= least)
 
 
 class Above(Rule):
-    """A greater number, or another value that has a meaning of its own."""
+    """A greater number."""
 
-    def __init__(self, limit: float, *, other: float | None = None) -> None:
-        super().__init__(f"above {limit}{_or(other)}", lambda value: value > limit or value == other)
+    def __init__(self, limit: float) -> None:
+        super().__init__(f"above {limit}", lambda value: value > limit)
 
 
 class Below(Rule):
@@ -110,7 +110,3 @@ def is_inner_folder(name: str) -> bool:
 def is_plain_name(name: str) -> bool:
     """Whether every file system takes this as the name of one folder."""
     return is_inner_folder(name) and len(name.encode()) <= 200 and "/" not in name and "\\" not in name
-
-
-def _or(other: float | None) -> str:
-    return "" if other is None else f", or {other}"

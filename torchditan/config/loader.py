@@ -16,7 +16,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from torchditan.config.rules import validate, validate_parts, validate_values
 from torchditan.config.schema import Option, convert_all, options, unknown_option
 from torchditan.config.trajectory import flatten_tree, refuse_untrusted_plug_ins
 from torchditan.errors import ConfigError, did_you_mean, first_line, option_error
-from torchditan.registry import FAMILIES, OBJECTIVES, resolve
+from torchditan.registry import FAMILIES, OBJECTIVES, parse_value, resolve
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -308,9 +308,9 @@ def _metavar(option: Option) -> str | tuple[str, str]:
 
 
 def _help(option: Option) -> str:
-    default = str(option.default).lower() if isinstance(option.default, bool) else option.default
     names = _choices(option) if len(_choices(option)) > _WIDEST_CHOICES else ""
-    notes = [names.replace("|", ", "), option.limits, "" if default in (None, "", []) else f"default: {default}"]
+    default = f"default: {option.shown_default}" if option.shown_default else ""
+    notes = [names.replace("|", ", "), option.limits, default]
     text = "; ".join(filter(None, notes))
     return (f"{option.help} ({text})" if text else option.help).replace("%", "%%")
 
@@ -323,7 +323,7 @@ def _parse_flags(argv: list[str]) -> dict[str, Any]:
     values = {}
     for name, text in vars(namespace).items():
         option = options().get(RENAMED_KEYS.get(name, name))
-        values[name] = _from_text(option, text) if option else _from_toml_text(text)
+        values[name] = _from_text(option, text) if option else parse_value(" ".join(text) or "true")
     return values
 
 
@@ -339,15 +339,15 @@ def _from_text(option: Option, text: str | list[str]) -> Any:
         joined = text if isinstance(text, str) else " ".join(text)
         return option.parse(joined or ("true" if option.kind is bool else ""))
     if option.kind is str:
-        return texts_from_words([text] if isinstance(text, str) else text)
+        return _texts([text] if isinstance(text, str) else text)
     words = re.split(r"[,\s]+", " ".join(text).strip("[] "))
     if option.optional and [word.lower() for word in words] == ["none"]:
         return None
     return [option.parse(word) for word in words if word]
 
 
-def texts_from_words(words: list[str]) -> list[str]:
-    """A list of texts, which may contain commas and spaces: one text per word, or one word that is a JSON list."""
+def _texts(words: list[str]) -> list[str]:
+    """Texts, which may contain commas and spaces: one per word, or one word that is a JSON list."""
     if len(words) == 1 and words[0].startswith("["):
         try:
             found = json.loads(words[0])
@@ -356,15 +356,6 @@ def texts_from_words(words: list[str]) -> list[str]:
         if isinstance(found, list):
             return found
     return words
-
-
-def _from_toml_text(words: Iterable[str]) -> Any:
-    """Parse a flag of unknown type as TOML does: `1`, `false`, or else text."""
-    text = " ".join(words) or "true"
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return {"True": True, "False": False}.get(text, text)
 
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:

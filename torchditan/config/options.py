@@ -53,6 +53,7 @@ FLAVORS_OF = {"dit": FLAVOR_NAMES}
 """Architectures whose flavors are checked before torch is imported; others check their own."""
 
 SEED = Rule("at least 0, below 2^63", lambda value: 0 <= value < 2**63)
+DEGREE = Rule("at least 1, or -1", lambda value: value >= 1 or value == -1)
 ODD = Rule("odd, or 0", lambda value: value == 0 or (value > 0 and value % 2 == 1))
 EVERY_NTH = Rule(
     "op, or an integer of at least 1",
@@ -320,7 +321,7 @@ class Training:
     """Kernel of attention: on a GPU flash (default), or the one you prefer, where it can compute the call."""
     data_parallel_replicate_degree: Annotated[int, AtLeast(1)] = 1
     """Number of model replicas: the world size gives DDP, a number between 1 and the world size gives HSDP."""
-    data_parallel_shard_degree: Annotated[int, AtLeast(1, other=-1)] = -1
+    data_parallel_shard_degree: Annotated[int, DEGREE] = -1
     """Number of ranks that share the parameters (FSDP); -1 uses all remaining ranks."""
     context_parallel_degree: Annotated[int, AtLeast(1)] = 1
     """Number of ranks that share the tokens of each sample, for long sequences. They count as one in batch_size."""
@@ -632,18 +633,14 @@ class Comm:
 
 @dataclass(frozen=True)
 class Autotune:
-    """The search of --training.batch_size=auto. It makes trial runs of a few steps, each in new processes."""
+    """The search of --training.batch_size=auto: trial runs of six steps, each in new processes.
+
+    The chosen batch leaves 5 percent of the device's memory free."""
 
     goal: Literal["largest", "fastest"] = "largest"
     """The largest batch that fits, or the tried batch that gives the most images per second."""
-    memory_margin: Annotated[float, AtLeast(0), Below(1)] = 0.05
-    """Fraction of the device's memory that the chosen batch leaves free."""
-    batch_size_multiple: Annotated[int, AtLeast(1)] = 1
-    """The search tries multiples of this batch size; 16 suits float8."""
-    max_batch_size: Annotated[int, AtLeast(1)] = 4096
-    """Largest batch size per rank that the search tries."""
-    steps: Annotated[int, AtLeast(2)] = 6
-    """Optimizer steps per trial."""
+    batch_size_multiple: Annotated[int, Between(1, 4096)] = 1
+    """The search tries multiples of this batch size, up to 4096; 16 suits float8."""
     memory_limit_gib: Annotated[float | None, Above(0)] = None
     """Memory limit per rank on a CPU. Without it, the search may use all memory of the machine."""
 

@@ -9,7 +9,6 @@ tests/repository/test_option_reference.py fails if the page is out of date. This
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 
 from torchditan.config.legacy_keys import RENAMED_KEYS
@@ -20,7 +19,7 @@ from torchditan.config.trajectory import TRAJECTORY_KEYS
 _INTRODUCTION = """\
 # Option reference
 
-Every option of `torchditan train`, its type, its default and what it does. This page is generated; do not edit it.
+Every option of `torchditan train`, its values, its default and what it does. This page is generated; do not edit it.
 After you change `torchditan/config/options.py`, run `python -m torchditan.config.reference > docs/options.md`.
 
 - The option `training.steps` is the key `steps` under `[training]` in a TOML file, and the flag
@@ -37,7 +36,7 @@ def reference() -> str:
     lines = [_INTRODUCTION]
     for section, declared in vars(Config()).items():
         lines += [f"## [{section}]", inspect.getdoc(declared) or "", ""]
-        lines += ["| option | type | default | on resume | what it does |", "|---|---|---|---|---|"]
+        lines += ["| option | value | default | on resume | what it does |", "|---|---|---|---|---|"]
         lines += [_row(option) for name, option in options().items() if name.split(".")[0] == section]
         lines.append("")
     lines += ["## Other names", "These keys are read as the options on the right.", ""]
@@ -48,25 +47,9 @@ def reference() -> str:
 
 def _row(option: Option) -> str:
     resume = "fixed" if option.name in TRAJECTORY_KEYS else ""
-    cells = [f"`{option.name}`", _type(option), _default(option), resume, " ".join(option.help.split())]
+    default = f"`{option.shown_default}`" if option.shown_default else "-"
+    cells = [f"`{option.name}`", option.value, default, resume, " ".join(option.help.split())]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _type(option: Option) -> str:
-    words = ", ".join(f"`{choice}`" for choice in option.choices)
-    if option.takes_plug_ins:
-        words += ", or `module:name`" if words else "`module:name`"
-    name = {bool: "boolean", int: "integer", float: "number", str: "text"}[option.kind]
-    name = f"list of {name}s" if option.is_list else name
-    if words:
-        name = f"integer or {words}" if option.kind is int else words
-    return f"{name}; {option.limits}" if option.limits else name
-
-
-def _default(option: Option) -> str:
-    if option.default in (None, "", []):
-        return "-"
-    return f"`{option.default if isinstance(option.default, str) else json.dumps(option.default)}`"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import types
 import typing
@@ -24,6 +25,7 @@ from torchditan.registry import Registries, Registry, entry_name
 
 _EXAMPLES = {int: "32, or [32, 48]", float: "[0.3, 1.0]", str: '["one", "another"]'}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_LISTS = {int: "integers", float: "numbers", str: "texts"}
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,29 @@ class Option:
         return ", ".join([*of_elements, *(rule.text for rule in self.rules)])
 
     @property
-    def expected(self) -> str:
-        """What the value must be, for a message."""
+    def value(self) -> str:
+        """What the value is: "an integer, at least 1, or auto"."""
         words = ", ".join(self.choices)
         if self.takes_plug_ins:
             words += ", or module:name" if words else "module:name"
+        limits = f", {self.limits}" if self.limits else ""
         if words and self.kind is not int:
-            limits = f", {self.limits}" if self.limits else ""
-            return f"must be {'one of ' if ', ' in words else ''}{words}{limits}"
-        parts = [{int: "integers", float: "numbers", str: "texts"}[self.kind] if self.is_list else _KINDS[self.kind]]
-        parts += [self.limits] if self.limits else []
-        example = f": {_EXAMPLES[self.kind]}" if self.is_list else ""
-        return f"must be {', '.join(parts)}{f', or {words}' if words else ''}{example}"
+            return f"{'one of ' if ', ' in words else ''}{words}{limits}"
+        if self.is_list:
+            return f"{_LISTS[self.kind]}{limits}: {_EXAMPLES[self.kind]}"
+        return f"{_KINDS[self.kind]}{limits}{f', or {words}' if words else ''}"
+
+    @property
+    def expected(self) -> str:
+        """What the value must be, for a message."""
+        return f"must be {self.value}"
+
+    @property
+    def shown_default(self) -> str:
+        """The default without quotes; empty for an option that is left open."""
+        if self.default in (None, "", []):
+            return ""
+        return self.default if isinstance(self.default, str) else json.dumps(self.default)
 
     @property
     def help(self) -> str:

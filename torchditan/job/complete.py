@@ -37,7 +37,6 @@ class StoredRun:
     path: Path
     options: dict[str, Any]
     """`{"training.steps": 10, ...}`, as stored."""
-    global_batch_size: int | None
     cpu_threads: int | None
     """CPU threads per rank at its start."""
 
@@ -54,7 +53,6 @@ def read_stored_run(path: Path) -> StoredRun | None:
     return StoredRun(
         path=path,
         options=flatten_tree(content["config"]),
-        global_batch_size=(content.get("trajectory") or {}).get("training.global_batch_size"),
         cpu_threads=(content.get("hardware") or {}).get("cpu_threads"),
     )
 
@@ -182,7 +180,7 @@ def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -
     Raises:
         ConfigError: the global batch size is not divisible by the number of ranks.
     """
-    stored, batch_size = run.global_batch_size, config.training.batch_size
+    stored, batch_size = run.options.get("training.global_batch_size"), config.training.batch_size
     if stored is None or config.training.global_batch_size not in (None, stored):
         return config  # the run directory refuses another batch size
     if stored % world_size:

@@ -320,7 +320,7 @@ def test_a_page_of_many_large_pictures_stays_below_ten_megabytes(runs: Path, run
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [
-        (["one", "{runs}"], 'folder = "{runs}"', ["run directory", "{runs}/one"]),
+        (["one", "{runs}"], "{runs}", ["run directory", "{runs}/one"]),
         (["one", "onee"], "{runs}/onee", ["exist", "{runs}/one?"]),
         (["onee"], "{runs}/onee", ["run directory", "grid folder", "{runs}/one?"]),
         (["one", "--metrics", "FID"], '--metrics = "FID"', ["grids"]),

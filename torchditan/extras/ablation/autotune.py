@@ -16,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchditan.config.loader import to_toml
 from torchditan.config.options import Config, flatten
-from torchditan.diffusion.objectives import batch_multiple
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.ablation.device import Device
 from torchditan.extras.ablation.grid import BATCH_SIZE, FORCED, OFF, RUNNER_SETS, SEED
@@ -43,6 +41,11 @@ if TYPE_CHECKING:
     from torchditan.distributed.process_group import Rank
 
 STORE_NAME, TRIALS_FOLDER = "autotune.json", "autotune"
+TRIAL_STEPS = 6
+MEMORY_MARGIN = 0.05
+"""Share of the memory that stays free."""
+_LARGEST = 4096
+"""Batch size per rank."""
 _SCHEMA_VERSION = 1
 _TRIAL_TIMEOUT_S = 1800.0
 _AS_FAST = 0.98
@@ -71,8 +74,9 @@ class Trial:
     alloc_retries: int
     """Maximum over ranks. After a retry of the allocator, timings do not represent the batch size."""
 
-    def fits(self, memory_margin: float) -> bool:
-        is_free = self.peak_memory_share is None or self.peak_memory_share <= 1 - memory_margin
+    @property
+    def fits(self) -> bool:
+        is_free = self.peak_memory_share is None or self.peak_memory_share <= 1 - MEMORY_MARGIN
         return self.status == "completed" and self.alloc_retries == 0 and is_free
 
     def __str__(self) -> str:
@@ -84,7 +88,7 @@ class Trial:
 
 
 def search(
-    run_trial: Callable[[int], Trial], *, candidates: Sequence[int], goal: str, memory_margin: float, guess: int | None
+    run_trial: Callable[[int], Trial], *, candidates: Sequence[int], goal: str, guess: int | None
 ) -> Trial | None:
     """The trial of the best of the ascending `candidates`; None if none fits. `guess` is the planner's estimate.
 
@@ -97,7 +101,7 @@ def search(
             trials[batch_size] = run_trial(batch_size)
         return trials[batch_size]
 
-    largest = largest_that_fits(lambda size: trial_of(size).fits(memory_margin), candidates, guess=guess)
+    largest = largest_that_fits(lambda size: trial_of(size).fits, candidates, guess=guess)
     if largest is None:
         return None
     best = trial_of(largest)
@@ -107,10 +111,10 @@ def search(
     while size > candidates[0]:
         size = max([candidates[0], *(candidate for candidate in candidates if candidate <= size / 2)])
         smaller = trial_of(size)
-        if not smaller.fits(memory_margin) or _speed(smaller) < _AS_FAST * _speed(best):
+        if not smaller.fits or _speed(smaller) < _AS_FAST * _speed(best):
             break
         best = max(best, smaller, key=_speed)
-    return max((trial for trial in trials.values() if trial.fits(memory_margin)), key=_speed)
+    return max((trial for trial in trials.values() if trial.fits), key=_speed)
 
 
 def _speed(trial: Trial) -> float:
@@ -119,18 +123,12 @@ def _speed(trial: Trial) -> float:
 
 def candidate_batches(config: Config, *, num_devices: int) -> Sequence[int]:
     """Allowed batch sizes, ascending; ConfigError if there is none."""
-    multiple, largest = config.autotune.batch_size_multiple, config.autotune.max_batch_size
-    found = allowed_batch_sizes(config, num_devices=num_devices, multiple=multiple, largest=largest)
-    if found:
-        return found
-    if config.training.global_batch_size is not None:
+    multiple = config.autotune.batch_size_multiple
+    found = allowed_batch_sizes(config, num_devices=num_devices, multiple=multiple, largest=_LARGEST)
+    if not found:
         right = f"no batch size divides the share of {num_devices} rank(s); must be a multiple of the number of ranks"
         raise option_error("training.global_batch_size", config.training.global_batch_size, right)
-    right = f"must be at least autotune.batch_size_multiple = {multiple}"
-    if multiple % batch_multiple(config.diffusion):
-        least = math.lcm(multiple, batch_multiple(config.diffusion))
-        right = f"must be at least {least}: diffusion.ingredients or the objective needs multiples of that"
-    raise option_error("autotune.max_batch_size", largest, right)
+    return found
 
 
 class TrialStore:
@@ -170,7 +168,7 @@ def question_of(config: Config, *, device: Device, num_devices: int) -> dict[str
     """Everything that determines the outcome of a trial, except its batch size."""
     values = flatten(_trial_config(config))
     chosen = {name: values[name] for name in values if not {name, name.split(".")[0]} & _UNRELATED}
-    chosen |= {name: values[name] for name in ("autotune.steps", "autotune.memory_limit_gib")}
+    chosen["autotune.memory_limit_gib"] = config.autotune.memory_limit_gib
     chosen["training.data_parallel_shard_degree"] = num_devices // config.training.data_parallel_replicate_degree
     machine = {"device": device.name, "memory_gib": round(device.memory_gib, 2), "num_devices": num_devices}
     return {**chosen, **machine, "torch": provenance.versions("torch")["torch"]}
@@ -226,7 +224,6 @@ def find_batch_size(
         run_trial,
         candidates=candidates,
         goal=config.autotune.goal,
-        memory_margin=config.autotune.memory_margin,
         guess=_planned(config, device=device, num_devices=num_devices),
     )
     if answer is None:
@@ -237,7 +234,7 @@ def find_batch_size(
 
 def _trial_config(config: Config) -> Config:
     """A few steps of the job that write nothing else, on random samples of the same shape: the same memory."""
-    values = {**OFF, **FORCED, "job.config_file": None, "training.steps": config.autotune.steps}
+    values = {**OFF, **FORCED, "job.config_file": None, "training.steps": TRIAL_STEPS}
     is_known = None not in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels)
     if not is_known or config.autoencoder.online:  # the channels of images to encode come from the dataset
         return config.replace(values)
@@ -260,8 +257,7 @@ def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config,
         for rank in outcome.ranks
         if rank.get("peak_memory_gib") is not None
     ]
-    window = max(1, config.autotune.steps // 2)
-    measured = measure(read_metrics(job.folder), window=window, num_devices=num_devices)
+    measured = measure(read_metrics(job.folder), window=TRIAL_STEPS // 2, num_devices=num_devices)
     return Trial(
         batch_size=batch_size,
         status=outcome.status,
