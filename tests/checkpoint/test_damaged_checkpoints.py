@@ -12,8 +12,8 @@ import pytest
 import torch
 from refusals import assert_refused, refused
 
-from torchditan.checkpoint.files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
-from torchditan.checkpoint.loading import find_checkpoint, read_state
+from torchditan.checkpoint.files import MANIFEST, list_checkpoints
+from torchditan.checkpoint.loading import INDEX, DamagedCheckpointError, find_checkpoint, read_state, verify
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from pyarrow import parquet
 from refusals import refused
 
 from torchditan import load
-from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_manifest
+from torchditan.checkpoint.files import MANIFEST, write_manifest
+from torchditan.checkpoint.loading import INDEX, read_manifest
 from torchditan.config.loader import load_config
 from torchditan.config.options import Autoencoder, Dataset
 from torchditan.config.prompts import read_prompts

@@ -16,8 +16,9 @@ from PIL import Image
 from torchditan.config.options import Metrics
 from torchditan.errors import ConfigError
 from torchditan.run.directory import RunDirectory
-from torchditan.run.metrics import ALWAYS_KEYS, MetricsLogger, PeakMemory, StepTimer
+from torchditan.run.metrics import ALWAYS_KEYS, MetricsLogger
 from torchditan.run.reading import read_config, read_metrics
+from torchditan.run.step_timer import PeakMemory, StepTimer
 from torchditan.run.trackers import check_trackers
 from torchditan.run.training_progress import Progress
 

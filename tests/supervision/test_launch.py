@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from refusals import assert_refused
 
-from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.exit_status import Verdict, judge_ranks
+from torchditan.supervision.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TRAINER = Path(__file__).resolve().parents[2] / "train.py"
@@ -69,7 +69,7 @@ while True:
 # What a rank does when it is ready, by the variable RANKS; "stop" saves when it is asked to.
 RANK = """
 import os, signal, sys, time
-from torchditan.run.rank_status import write_rank_status
+from torchditan.supervision.rank_status import write_rank_status
 does, rank = os.environ["RANKS"], int(os.environ["RANK"])
 write_rank_status("running")
 signals = []

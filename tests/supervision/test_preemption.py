@@ -18,12 +18,12 @@ import pytest
 from tiny_runs import assert_same_state
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
-from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import exit_status as verdict
 from torchditan.supervision import preemption
 from torchditan.supervision.exit_status import Interrupted, run_job
 from torchditan.supervision.preemption import StopRequest
+from torchditan.supervision.rank_status import RANKS_VARIABLE, read_rank_statuses
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
