@@ -4,7 +4,7 @@
 Notable:
 - the memory of the copy is allocated once and reused by the next save;
 - every pinned copy gets separate memory pages. CUDA pins whole pages and refuses pages that are already pinned, and
-  malloc places small tensors on shared pages. Tensors smaller than a page are not pinned.
+  malloc places small tensors on shared pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Stager:
 
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned
-        self._stager = _PinnedStager(pin_memory_min_bytes=mmap.PAGESIZE) if pinned else StateDictStager()
+        self._stager = _PinnedStager() if pinned else StateDictStager()
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy the state. The copy is valid until the next call, which reuses its memory."""
