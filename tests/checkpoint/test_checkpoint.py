@@ -9,13 +9,11 @@ import itertools
 import mmap
 import pickle
 import resource
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,10 +31,9 @@ from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.options import Checkpoint, Config
 from torchditan.run.training_progress import Progress
-from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
-    from tests.conftest import RunDistributed, RunScript
+    from tests.conftest import RunDistributed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -121,29 +118,6 @@ def test_old_checkpoints_are_deleted_beside_the_training_once_the_new_one_is_pub
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_not_listed_again(
-    make_manager: MakeManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on NFS while somebody reads it: it does not count as one that is kept, and a later save deletes it."""
-    rmtree = shutil.rmtree
-
-    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError("Device or resource busy")
-
-    manager = make_manager(Config(checkpoint=Checkpoint(keep_latest_k=1)))
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    for step in (1, 2):
-        save(manager, step)
-    manager.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.deleted", "step-00000002"]
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    save(manager, 3)
-    manager.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
-
-
 @pytest.mark.parametrize("num_values", [10, 5_000_000])
 def test_the_error_of_a_full_disk_is_known_for_small_and_for_large_tensors(num_values: int, tmp_path: Path) -> None:
     """torch.save hides it for a tensor that is larger than the buffer."""
@@ -214,6 +188,7 @@ def number_of_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
 @pytest.mark.usefixtures("fork_server")
 def test_one_process_starts_no_openmp_workers_besides_those_of_training(tmp_path: Path) -> None:
@@ -226,25 +201,6 @@ def test_one_process_starts_no_openmp_workers_besides_those_of_training(tmp_path
 def test_ranks_agree_on_the_index_before_they_load(tmp_path: Path) -> None:
     """A rank that cannot read it leaves no other rank waiting in the collectives of the load."""
     mp.start_processes(load_what_one_rank_cannot_read, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver")
-
-
-def test_no_rank_is_watched_while_old_checkpoints_are_deleted(
-    run_script: RunScript, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slow storage may keep rank 0 for longer than the others live."""
-    order = []
-    watch = SimpleNamespace(note=lambda *place: None, close=lambda: order.append("watch"), timeout_seconds=0)
-    monkeypatch.setattr(Supervision, "connect", lambda self, timeout_seconds: setattr(self, "watch", watch))
-    close_manager = CheckpointManager.close
-
-    def close(self: CheckpointManager, **options: Any) -> None:
-        order.append("deletion")
-        close_manager(self, **options)
-
-    monkeypatch.setattr(CheckpointManager, "close", close)
-    flags = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.steps=1", "--training.batch_size=2"]
-    assert run_script("train.py", *flags, "--metrics.enable_sampling=false").code == 0
-    assert order[:2] == ["watch", "deletion"]
 
 
 SLOW_STORAGE = """

@@ -39,21 +39,14 @@ def files(run):
     return sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
 
 
-def test_one_trace_each_profile_freq_steps_holds_that_step_only(run):
-    with Profiler(Profiling(enable_profiling=True, profile_freq=4), run, 1, device=CPU) as profiler:
-        work(profiler, 1, 10)
-    assert files(run) == ["profile_trace/step_00000004/rank1.json", "profile_trace/step_00000008/rank1.json"]
-    recorded = names(run.path / "profile_trace/step_00000008/rank1.json")
+def test_one_trace_each_profile_freq_steps_holds_that_step_only_also_after_a_resume(run):
+    config = Profiling(enable_profiling=True, profile_freq=4, save_traces_folder="traces")
+    with Profiler(config, run, 1, device=CPU, start_step=2) as profiler:
+        work(profiler, 3, 10)
+    assert files(run) == ["traces/step_00000004/rank1.json", "traces/step_00000008/rank1.json"]
+    recorded = names(run.path / "traces/step_00000008/rank1.json")
     assert "train_step_8" in recorded and "aten::mm" in recorded
     assert not recorded & {"train_step_7", "train_step_9", "train_step_4"}
-
-
-def test_a_resumed_run_traces_the_same_steps(run):
-    config = Profiling(enable_profiling=True, profile_freq=4, save_traces_folder="traces")
-    with Profiler(config, run, 0, device=CPU, start_step=6) as profiler:
-        work(profiler, 7, 9)
-    assert files(run) == ["traces/step_00000008/rank0.json"]
-    assert "train_step_8" in names(run.path / "traces/step_00000008/rank0.json")
 
 
 class _MemoryHistory:
@@ -93,15 +86,13 @@ def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, train):
     write = profiling_module._write
 
     def write_slowly(path, save):
-        time.sleep(2)
+        time.sleep(1)
         write(path, save)
 
     monkeypatch.setattr(profiling_module, "_write", write_slowly)
-    train("run", "--training.steps=7", "--profiling.enable_profiling", "--profiling.profile_freq=5")
-    records = {record["step"]: record for record in read_metrics(tmp_path / "run")}
-    assert records[6]["profiling_s"] > 2
-    assert records[6]["step_time_s"] < 1
-    assert "profiling_s" not in records[4]
+    train("run", "--training.steps=3", "--profiling.enable_profiling", "--profiling.profile_freq=2")
+    record = read_metrics(tmp_path / "run")[-1]
+    assert record["profiling_s"] > 1 > record["step_time_s"]
 
 
 @pytest.mark.gpu
