@@ -26,7 +26,7 @@ from torchditan.supervision.exit_status import is_peer_failure
 from torchditan.supervision.watchdog import RankWatch
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone
+    from tests.conftest import RunAlone, RunDistributed
 
 SCRIPTS = TRAINER.parent / "scripts"
 CLOSED = RuntimeError("Connection closed by peer [127.0.0.1]:63700")
@@ -246,8 +246,8 @@ def test_a_device_that_waits_for_ever_ends_its_rank_with_the_reason(
 ) -> None:
     reasons: list[str] = []
     own = watch(on_lost=reasons.append)
-    own.timeout_seconds = 0.5
-    time.sleep(0.7)
+    own.timeout_seconds = 0.2
+    time.sleep(0.3)
     assert not reasons
     monkeypatch.setattr(watchdog, "_collectives", lambda: {("0", True): (12, 11)})
     assert ended.wait(20)
@@ -257,11 +257,9 @@ def test_a_device_that_waits_for_ever_ends_its_rank_with_the_reason(
 @pytest.mark.parametrize(
     ("reason", "is_others"),
     [
-        ("RuntimeError: Connection closed by peer", True),
         ("RuntimeError: Timed out waiting 4000ms for recv operation to complete", True),
         ("DistBackendError: NCCL communicator was aborted on rank 0", True),
         (KILLED, True),
-        ("stopped by rank 1: a bug", True),
         ("ValueError: a bug of the connection", False),
     ],
 )
@@ -270,7 +268,7 @@ def test_an_error_that_only_says_that_others_went_is_known(reason: str, is_other
 
 
 WITH_PENDING_COLLECTIVE = """
-import atexit, sys, time
+import atexit, os, sys, time
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchditan.supervision.exit_status import run_job
@@ -279,7 +277,7 @@ def main():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     atexit.register(time.sleep, 60)  # as NCCL's handlers, which wait for the collective
     sys.stdout.write("not flushed yet")
-    raise {error}
+    raise eval(os.environ["RAISES"])
 
 sys.exit(run_job(main))
 """
@@ -287,22 +285,13 @@ sys.exit(run_job(main))
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        ("SystemExit('rank 0: lost rank 1: killed')", 1),
-        ("RuntimeError('lost rank 1: killed')", 1),
-        ("MemoryError('lost rank 1: killed')", 3),
-    ],
+    [("SystemExit('rank 0: lost rank 1: killed')", 1), ("MemoryError('lost rank 1: killed')", 3)],
 )
-def test_a_failed_rank_exits_without_waiting_in_exit_handlers(error: str, code: int) -> None:
-    script = WITH_PENDING_COLLECTIVE.format(error=error)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=TRAINER.parent,
-        env={**os.environ, "PYTHONPATH": str(TRAINER.parent)},
-        timeout=45,
-        capture_output=True,
-        text=True,
-    )
+def test_a_failed_rank_exits_without_waiting_in_exit_handlers(
+    error: str, code: int, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    (tmp_path / "script.py").write_text(WITH_PENDING_COLLECTIVE)
+    result = run_distributed([tmp_path / "script.py"], None, env={"RAISES": error}, timeout=45)
     assert result.returncode == code
     assert "lost rank 1: killed" in result.stderr
     assert result.stdout == "not flushed yet"
