@@ -18,7 +18,7 @@ from torchditan.errors import ConfigError
 from torchditan.run.directory import RunDirectory
 from torchditan.run.metrics import ALWAYS_KEYS, MetricsLogger
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.run.step_timer import PeakMemory, StepTimer
+from torchditan.run.step_timer import StepTimer
 from torchditan.run.trackers import check_trackers
 from torchditan.run.training_progress import Progress
 
@@ -155,6 +155,8 @@ def test_gpu_peak_memory_is_of_training_and_of_the_window():
     peaks = timer.memory.read()
     assert peaks["peak_memory_gib"] == pytest.approx(0.25, abs=0.1)
     assert peaks["peak_reserved_gib"] >= peaks["peak_memory_gib"]
+    legacy = {f"max_{kind}({unit})" for kind in ("active", "reserved") for unit in ("GiB", "%")}
+    assert timer.memory.allocator.keys() == legacy | {"num_alloc_retries", "num_ooms"}
     assert timer.memory.read()["peak_memory_gib"] < 0.1
 
 
@@ -332,25 +334,6 @@ def test_legacy_tags_are_the_course_projects_with_their_values(make, run, clock)
     assert not absent & set(values), "a CPU has no allocator to ask"
     assert "im/s" not in read_metrics(run.path)[0], "metrics.jsonl stays as it is"
     assert values["mfu(%)"] == pytest.approx(100 * values["num_flop_per_token"] * values["wps"] / 100e12)
-
-
-def test_legacy_tags_on_a_gpu_have_its_allocators_numbers(monkeypatch):
-    peaks = {"allocated": 2, "active": 3, "reserved": 4}
-    stats = {f"{name}_bytes.all.peak": gib * 1024**3 for name, gib in peaks.items()}
-    stats |= {"num_alloc_retries": 2, "num_ooms": 1}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**33))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    memory = PeakMemory(torch.device("cuda"))
-    assert memory.read()["peak_memory_gib"] == 2.0, "allocated, as ever"
-    assert memory.allocator == {
-        "max_active(GiB)": 3.0,
-        "max_active(%)": 37.5,
-        "max_reserved(GiB)": 4.0,
-        "max_reserved(%)": 50.0,
-        "num_alloc_retries": 2,
-        "num_ooms": 1,
-    }
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):

@@ -115,22 +115,15 @@ def publish(partial: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that an interrupted deletion leaves no partial checkpoint."""
-    shutil.rmtree(discard(checkpoint))
+def discard(folder: Path) -> None:
+    """Rename a checkpoint, or a partly written one, so that it no longer counts, and `remove_discarded` deletes it.
 
-
-def discard(folder: Path) -> Path:
-    """Rename a checkpoint, or a partly written one, so that it no longer counts. Fast, even on slow storage.
-
-    Returns:
-        The renamed folder, which `remove_discarded` deletes.
+    Fast, even on slow storage. An interrupted deletion leaves no partial checkpoint.
     """
     deleted = folder.with_suffix(".deleted")
     if deleted.exists():  # an earlier deletion of this step was interrupted
         shutil.rmtree(deleted, ignore_errors=True)
     os.replace(folder, deleted)
-    return deleted
 
 
 def discard_unfinished(folder: Path) -> None:

@@ -41,7 +41,6 @@ from torchditan.checkpoint.files import (
     latest_checkpoint,
     list_checkpoints,
     publish,
-    remove,
     remove_discarded,
     save_tensors,
     step_of,
@@ -325,8 +324,7 @@ class CheckpointManager:
             # Newer checkpoints do not count: they are damaged, or the run would have loaded them.
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in reached[: -self.keep_latest_k] if self.keep_latest_k else []:
-                with contextlib.suppress(OSError):  # a reader may have it open on NFS
-                    remove(old)
+                discard(old)
             remove_discarded(self.folder)
 
 
