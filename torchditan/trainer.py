@@ -190,10 +190,8 @@ class Trainer:
         with supervision.reporting("reading weights"):
             source = self.checkpoints.resume(job.run_directory, ema=self.ema, load_weights=load_weights)
         notes += [] if source is None else [f"started from the {source}"]
-        self.stop_point = StopPoint(self.stop_request, config, self.checkpoints, supervision)
-        self.rollback = Rollback(
-            config, global_batch_size=self.plan.global_batch_size, guard=self.guard, checkpoints=self.checkpoints
-        )
+        self.stop_point = StopPoint(self.stop_request, config, self.checkpoints)
+        self.rollback = Rollback(config, self.checkpoints, global_batch_size=self.plan.global_batch_size)
         self.logger = MetricsLogger(
             config.metrics,
             job.run_directory,

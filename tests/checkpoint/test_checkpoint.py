@@ -140,14 +140,10 @@ sys.exit(run_job(train.main))
 
 @pytest.mark.slow
 def test_slow_deletion_times_no_rank_out(tmp_path: Path, run_distributed: RunDistributed) -> None:
-    flags = [
-        *tiny_runs.KEEP,
-        "--checkpoint.interval=2",
-        "--checkpoint.keep_latest_k=1",
-        "--checkpoint.async_mode=async",
-    ]
+    flags = [*tiny_runs.KEEP, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
+    flags += ["--checkpoint.async_mode=async", "--comm.train_timeout_seconds=3"]
     (tmp_path / "slow_storage.py").write_text(SLOW_STORAGE)
-    job = tiny_runs.job(tmp_path / "run", *flags, "--comm.train_timeout_seconds=3")
+    job = tiny_runs.job(tmp_path / "run", *flags)
     result = run_distributed([tmp_path / "slow_storage.py", *job], 2)
     assert result.returncode == 0, result.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-00000006"]

@@ -117,19 +117,13 @@ class StopPoint:
     waits for a device.
     """
 
-    def __init__(
-        self,
-        request: StopRequest,
-        config: Config,
-        checkpoints: RunCheckpoints,
-        supervision: Supervision,
-    ) -> None:
+    def __init__(self, request: StopRequest, config: Config, checkpoints: RunCheckpoints) -> None:
         self.request = request
         self.config = config
         self.checkpoints = checkpoints
-        self.supervision = supervision
+        self.supervision = checkpoints.supervision
         self.group: dist.ProcessGroup | None = None
-        if supervision.rank.world_size > 1:
+        if self.supervision.rank.world_size > 1:
             timeout = timedelta(seconds=config.comm.init_timeout_seconds)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._flag = torch.zeros(1, dtype=torch.int64)
@@ -178,13 +172,11 @@ class StopPoint:
 class Rollback:
     """Returns a diverged run to its last checkpoint, and skips the data of the step that diverged."""
 
-    def __init__(
-        self, config: Config, *, global_batch_size: int, guard: DivergenceGuard, checkpoints: RunCheckpoints
-    ) -> None:
+    def __init__(self, config: Config, checkpoints: RunCheckpoints, *, global_batch_size: int) -> None:
         self.config = config
-        self.global_batch_size = global_batch_size
-        self.guard = guard
         self.checkpoints = checkpoints
+        self.guard = checkpoints.guard
+        self.global_batch_size = global_batch_size
         self.tried_step: int | None = None
         self.num_tries = 0
 
