@@ -137,12 +137,7 @@ FILES = {
         'dataset.root_dir = "captions"',
         ("metadata.jsonl",),
     ),
-    "tar": Hostile(
-        "tars/0.tar",
-        write_tar,
-        lambda: data("webdataset", root_dir="tars", image_size=[8]),
-        "0.tar",
-    ),
+    "tar": Hostile("tars/0.tar", write_tar, lambda: data("webdataset", root_dir="tars", image_size=[8]), "0.tar"),
     "statistics": Hostile(
         "a.npz", write_statistics, lambda: read_statistics(Path("a.npz"), extractor="E"), "a.npz", ("statistics",)
     ),

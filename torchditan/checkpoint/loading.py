@@ -185,7 +185,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     for number in sorted(checkpoints, reverse=True) if step is None else [step]:
         try:
             if checkpoints[number] != kept:
-                CheckpointReader(checkpoints[number]).read_metadata()
+                verify(checkpoints[number])
         except DamagedCheckpointError as error:
             damages.append(f"{checkpoints[number]} is not used: {error}")
             continue
