@@ -35,14 +35,11 @@ _DISCARDED = re.compile(r"step-\d{8}\.deleted")
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Published checkpoints, oldest first, including those damaged since."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(_matching(folder, _NAME))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    checkpoints = list_checkpoints(folder)
-    return checkpoints[-1] if checkpoints else None
+    return max(list_checkpoints(folder), default=None)
 
 
 def final_weights(folder: Path) -> Path | None:
