@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 import resource
 import sys
 import types
@@ -191,18 +192,25 @@ def test_a_log_file_gets_plain_lines_and_its_eta_forgets_the_slow_first_step(mak
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 
-@pytest.mark.parametrize(("columns", "is_terminal"), [(60, True), (80, False)])
-def test_a_line_fits_the_terminal_or_100_columns(make, clock, monkeypatch, columns, is_terminal):
+@pytest.mark.parametrize(
+    ("columns", "enabled", "no_color"), [(None, True, ""), (60, False, ""), (60, True, "1"), (60, True, "")]
+)
+def test_a_line_fits_the_terminal_or_100_columns_and_is_coloured_where_wanted(
+    make, clock, monkeypatch, columns, enabled, no_color
+):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("COLUMNS", str(columns))
-    stream = Terminal() if is_terminal else io.StringIO()
-    logger = make(stream=stream)
+    stream = Terminal() if columns else io.StringIO()
+    logger = make(Metrics(enable_color_printing=enabled), stream=stream)
     train(logger, clock, 10)
     logger.log(loss=0.5, grad_norm=1.5, lr=1e-4, extra={"encoding_percent": 12.5})
     logger.close()
-    (line,) = (line for line in screen(stream.getvalue()) if line.startswith("step "))
-    assert len(line) <= (columns if is_terminal else 100)
+    text = stream.getvalue()
+    assert ("\x1b[32mloss" in text) == bool(columns and enabled and not no_color)
+    plain = re.sub(r"\x1b\[\d+m", "", text)
+    (line,) = (line for line in screen(plain) if line.startswith("step "))
+    assert len(line) <= (columns or 100)
     for kept in ("step  10/100", "loss 0.5000", "ETA 0:00:45"):
         assert kept in line
     assert "encoding 12.5%" not in line, "what is least important goes first"
@@ -240,17 +248,6 @@ def test_the_bar_never_wraps_and_is_drawn_a_few_times_a_second(make, clock, monk
     train(make(stream=stream), clock, 50, seconds=0.01)
     drawn = [text.rpartition("\n")[2] for text in stream.getvalue().split("\r\x1b[2K")]
     assert 4 <= len(drawn) <= 6 and max(map(len, drawn)) == 19
-
-
-@pytest.mark.parametrize(("enabled", "no_color", "colored"), [(True, "", True), (False, "", False), (True, "1", False)])
-def test_colour_only_where_it_is_wanted(make, clock, monkeypatch, enabled, no_color, colored):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", no_color)
-    stream = Terminal()
-    logger = make(Metrics(enable_color_printing=enabled), stream=stream)
-    train(logger, clock, 1)
-    logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
-    assert ("\x1b[32mloss" in stream.getvalue()) == colored
 
 
 def test_a_full_disk_ends_tensorboard_and_not_the_run(make, run, clock, tmp_path):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,6 @@ from tiny_runs import assert_same_state
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
 from torchditan.run.reading import read_metrics, read_status
-from torchditan.supervision import exit_status as verdict
-from torchditan.supervision import preemption
-from torchditan.supervision.exit_status import Interrupted, run_job
-from torchditan.supervision.preemption import StopRequest
 from torchditan.supervision.rank_status import RANKS_VARIABLE, read_rank_statuses
 
 if TYPE_CHECKING:
@@ -122,32 +117,6 @@ def test_ranks_agree_though_the_signal_reaches_one_and_torchrun_starts_none_of_t
     assert [rank["pid"] for rank in ended] == [rank["pid"] for rank in ranks]  # nothing was started again
 
 
-@pytest.mark.parametrize(
-    ("variables", "is_explained"),
-    [({"TORCHELASTIC_RUN_ID": "1"}, True), ({"TORCHELASTIC_RUN_ID": "1", RANKS_VARIABLE: "{tmp_path}"}, False)],
-)
-def test_the_line_before_the_traceback_of_torchrun_says_whose_it_is(
-    variables: dict[str, str],
-    is_explained: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stop() -> None:
-        raise Interrupted("stopped by SIGINT after step 3")
-
-    monkeypatch.setattr(verdict, "die_with_launcher", lambda: None)
-    for name in ("RANK", "TORCHELASTIC_RUN_ID", RANKS_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value.format(tmp_path=tmp_path))
-    assert run_job(stop) == (0 if variables else 75)
-    errors = capsys.readouterr().err
-    assert errors.startswith("stopped by SIGINT after step 3")
-    assert errors.count("\n") == 1
-    assert ("torchrun's own" in errors) == is_explained
-
-
 IN_A_STEP_WITHOUT_END = """
 import sys
 sys.path.insert(0, {repository!r})
@@ -174,23 +143,6 @@ def test_a_second_signal_ends_a_rank_at_once_whatever_it_is_in(tmp_path: Path) -
     _, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 5
     assert (process.returncode, errors) == (75, "SIGINT again: exiting immediately\n")
-
-
-def test_the_thread_that_reads_signals_keeps_no_trainer_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process groups would end while the interpreter shuts down, which aborts the process."""
-
-    class Trainer:
-        def describe_data(self) -> str:
-            return ""
-
-    monkeypatch.setattr(preemption, "_BEAT_S", 0.01)
-    with StopRequest() as request:
-        trainer = Trainer()
-        is_alive = weakref.ref(trainer)
-        with request.waiting_for_data(trainer.describe_data):
-            time.sleep(0.2)
-        del trainer
-        assert is_alive() is None
 
 
 WITHOUT_DATA = """
