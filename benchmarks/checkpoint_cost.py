@@ -85,6 +85,7 @@ def manager(trainer: Trainer, name: str, *, async_mode: str) -> CheckpointManage
         trainer.job.run_directory.path / name,
         trainer.run_state(),
         config=trainer.config.replace({"checkpoint.async_mode": async_mode}),
+        trajectory=trainer.job.trajectory,
         timeout_seconds=600,
     )
 

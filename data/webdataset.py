@@ -28,6 +28,7 @@ from safetensors.torch import load
 
 from torchditan.config import options
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.data_stream.npy_files import read_array
 from torchditan.datasets.caption_entries import read_bytes
 from torchditan.datasets.folder import held_out
 from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Crop, corrupt_image, load_sample
@@ -35,7 +36,6 @@ from torchditan.datasets.options import existing_path, height_and_width, is_tar_
 from torchditan.datasets.splits import Split
 from torchditan.datasets.tars import Place, Shard, TarMember, find_shards, json_object, kind_of, read_text
 from torchditan.errors import option_error, some
-from torchditan.run.npy_files import read_array
 
 CLASSES_FILE = "classes.txt"
 """In the folder of the shards, or in that of `train/`: the names of the classes 0, 1, ..., one in each line."""

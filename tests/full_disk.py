@@ -14,18 +14,16 @@ from torchditan.checkpoint.files import step_of
 from torchditan.checkpoint.manager import CheckpointManager
 
 
-def limit_writes(
-    monkeypatch: pytest.MonkeyPatch, *, size: Callable[[Path], int] = lambda folder: 1_000_000
-) -> list[int]:
+def limit_writes(monkeypatch: pytest.MonkeyPatch, *, size: int = 1_000_000) -> list[int]:
     """While checkpoints of the returned steps are written, at first none, the system takes no file above `size`, in
-    bytes, which may depend on the folder of checkpoints."""
+    bytes."""
     steps: list[int] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     write_files, save_weights = CheckpointManager._write_files, CheckpointManager.save_weights
 
     def limited(self: CheckpointManager, step: int, write: Callable[[], Any]) -> Any:
         if step in steps:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size(self.folder), limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
             return write()
         finally:

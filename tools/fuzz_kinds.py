@@ -29,7 +29,8 @@ from safetensors.torch import save, save_file
 from tiny_published import tiny_flux
 
 from torchditan import load
-from torchditan.checkpoint.files import read_manifest, write_manifest
+from torchditan.checkpoint.files import write_manifest
+from torchditan.checkpoint.loading import read_manifest
 from torchditan.checkpoint.weights import save_weights
 from torchditan.config.loader import load_config, to_dict, to_toml
 from torchditan.config.options import Autoencoder, Dataset, LoRA, Model, Quantize

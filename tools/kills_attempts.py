@@ -26,9 +26,9 @@ import forked_scripts
 from kills_plans import BATCH_SIZE, EVALUATION_FREQ, Kill, Layout, Pace
 
 from torchditan.extras.ablation.launch import TRAIN, Job, processes_of
-from torchditan.run.rank_status import read_rank_statuses
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.parent_death import die_with_parent
+from torchditan.supervision.rank_status import read_rank_statuses
 
 if TYPE_CHECKING:
     from torchditan.run.training_progress import Progress
@@ -321,7 +321,8 @@ def reason_of(attempt: Attempt) -> str:
 
 def progress_of(run: Path) -> Progress:
     """How far the newest checkpoint of a run is."""
-    from torchditan.checkpoint.loading import latest_checkpoint, read_progress
+    from torchditan.checkpoint.files import latest_checkpoint
+    from torchditan.checkpoint.loading import read_progress
     from torchditan.run.training_progress import Progress
 
     newest = latest_checkpoint(run / "checkpoint")

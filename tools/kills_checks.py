@@ -30,7 +30,8 @@ def compare(run: Path, reference: Path, plan: Plan) -> tuple[dict[str, str], dic
         each check that it fails, with what was seen, none where all is as if never stopped; and, where the ranks
         changed, the largest relative difference of a loss and of a part of the state.
     """
-    from torchditan.checkpoint.loading import latest_checkpoint, read_numbers
+    from torchditan.checkpoint.files import latest_checkpoint
+    from torchditan.checkpoint.loading import read_numbers
 
     found: dict[str, str | None] = {}
     differences: dict[str, float] = {}
@@ -192,7 +193,7 @@ def missing_evaluations(records: Sequence[Mapping[str, Any]]) -> str | None:
 
 def debris(run: Path) -> list[str]:
     """Files and folders that a finished run should not hold."""
-    from torchditan.checkpoint.manager import list_checkpoints
+    from torchditan.checkpoint.files import list_checkpoints
 
     patterns = ("*.partial", "*.deleted")
     found = {path.relative_to(run).as_posix() for pattern in patterns for path in run.rglob(pattern)}

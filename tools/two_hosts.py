@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from two_hosts_cluster import Cluster, Host, two_hosts
 
-from torchditan.checkpoint.loading import latest_checkpoint, read_numbers, read_state
+from torchditan.checkpoint.files import latest_checkpoint
+from torchditan.checkpoint.loading import read_numbers, read_state
 from torchditan.run.reading import read_config, read_metrics, read_status
 
 TRAINER = Path(__file__).resolve().parents[1] / "train.py"

@@ -21,7 +21,7 @@ from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
 from torchditan.periodic_tasks import PeriodicTasks
 from torchditan.registry import FAMILIES
-from torchditan.run.metrics import CONSOLE_COLUMNS
+from torchditan.run.console import CONSOLE_COLUMNS
 from torchditan.sampling.validation import BIN_KEYS
 
 _NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"

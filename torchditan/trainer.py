@@ -51,9 +51,9 @@ from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
 from torchditan.registry import job_part
 from torchditan.run.metrics import MetricsLogger
-from torchditan.run.rank_status import write_rank_status
 from torchditan.supervision.exit_status import Interrupted
-from torchditan.supervision.preemption import StopAgreement, StopRequest
+from torchditan.supervision.preemption import StopRequest
+from torchditan.supervision.rank_status import write_rank_status
 from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Trainer:
             job.run_directory.path / config.checkpoint.folder,
             self.run_state(),
             config=config,
-            of_job=job.trajectory,
+            trajectory=job.trajectory,
             timeout_seconds=timeout_seconds,
             warn=supervision.warn,
         )
@@ -190,11 +190,8 @@ class Trainer:
         with supervision.reporting("reading weights"):
             source = self.checkpoints.resume(job.run_directory, ema=self.ema, load_weights=load_weights)
         notes += [] if source is None else [f"started from the {source}"]
-        agreement = StopAgreement(self.stop_request, world_size=self.rank.world_size, timeout_seconds=timeout_seconds)
-        self.stop_point = StopPoint(agreement, config, self.checkpoints, supervision)
-        self.rollback = Rollback(
-            config, global_batch_size=self.plan.global_batch_size, guard=self.guard, checkpoints=self.checkpoints
-        )
+        self.stop_point = StopPoint(self.stop_request, config, self.checkpoints)
+        self.rollback = Rollback(config, self.checkpoints, global_batch_size=self.plan.global_batch_size)
         self.logger = MetricsLogger(
             config.metrics,
             job.run_directory,

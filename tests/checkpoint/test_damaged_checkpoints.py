@@ -3,40 +3,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
+import tiny_runs
+import zoo as zoo_of_runs
 from refusals import assert_refused, refused
 
-from torchditan.checkpoint.files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
-from torchditan.checkpoint.loading import find_checkpoint, read_state
+from torchditan.checkpoint.files import MANIFEST
+from torchditan.checkpoint.loading import INDEX, DamagedCheckpointError, find_checkpoint, verify
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone, RunScript
+    from zoo import Zoo
 
-SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.global_batch_size=4"]
-SMALL += ["--metrics.enable_sampling=false", "--metrics.log_freq=1", "--metrics.experiment_name=run"]
-SMALL += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
+    from tests.conftest import Outcome, RunScript
+
 TENSORS = "__0_0.distcp"
 
 
-@pytest.fixture(scope="module")
-def trained(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a run after 2, 4, 6 and 8 steps."""
-    folder = tmp_path_factory.mktemp("trained")
-    run_alone("train.py", *SMALL, "--training.steps=8", f"--job.dump_folder={folder}")
-    return folder / "run"
-
-
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage, where `python train.py` finds it."""
-    return Path(shutil.copytree(trained, tmp_path / "outputs" / "run"))
+def run(zoo: Zoo, tmp_path: Path) -> Path:
+    """A copy, to damage, of a run with checkpoints of steps 3 and 6."""
+    return Path(shutil.copytree(zoo("digits"), tmp_path / "run"))
+
+
+def resume(run: Path, run_script: RunScript) -> Outcome:
+    return run_script("train.py", *tiny_runs.job(run, *zoo_of_runs.KEPT, *zoo_of_runs.JOBS["digits"]))
 
 
 def cut(file: Path) -> None:
@@ -44,15 +41,19 @@ def cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [INDEX, TENSORS, "config.json", "progress.json", MANIFEST])
-def test_a_missing_a_cut_and_an_unknown_file_are_named(name: str, run: Path) -> None:
-    cut(run / "checkpoint/step-00000004" / name)
-    (run / "checkpoint/step-00000006" / name).rename(run / "checkpoint/step-00000006" / f"{name}.old")
-    shutil.move(run / "checkpoint/step-00000008" / name, run / name)
-    (run / "checkpoint/step-00000008" / name).symlink_to(run / name)
-    verify(run / "checkpoint/step-00000002")
-    for step in (4, 6, *([] if name == MANIFEST else [8])):
+def test_a_missing_a_cut_and_an_unknown_file_are_named(name: str, run: Path, tmp_path: Path) -> None:
+    def copy(place: str) -> Path:
+        return Path(shutil.copytree(run / "checkpoint/step-00000006", tmp_path / place / "step-00000006")) / name
+
+    verify(run / "checkpoint/step-00000006")
+    cut_file, renamed, linked = map(copy, ("cut", "renamed", "linked"))
+    cut(cut_file)
+    renamed.rename(renamed.with_name(f"{name}.old"))
+    shutil.move(linked, tmp_path / name)
+    linked.symlink_to(tmp_path / name)
+    for damaged in (cut_file, renamed, *([] if name == MANIFEST else [linked])):
         with pytest.raises(DamagedCheckpointError, match=name):
-            verify(run / f"checkpoint/step-0000000{step}")
+            verify(damaged.parent)
 
 
 def test_a_folder_with_the_name_of_another_step_is_refused(run: Path) -> None:
@@ -61,53 +62,42 @@ def test_a_folder_with_the_name_of_another_step_is_refused(run: Path) -> None:
         verify(renamed)
 
 
-def damage_the_newest(run: Path) -> None:
-    """Cut the tensors of step 8, and empty the index of step 6."""
-    cut(run / "checkpoint/step-00000008" / TENSORS)
-    (run / "checkpoint/step-00000006" / INDEX).write_bytes(b"")
-
-
 def test_a_run_continues_from_the_newest_complete_checkpoint_and_names_the_others(
-    run: Path, run_script: RunScript
+    run: Path, zoo: Zoo, run_script: RunScript
 ) -> None:
-    before = read_state(run / "checkpoint/step-00000008")
-    damage_the_newest(run)
+    shutil.copytree(run / "checkpoint/step-00000006", run / "checkpoint/step-00000005")
+    (run / "checkpoint/step-00000006" / INDEX).write_bytes(b"")
     for left in ("step-00000010.partial", "step-00000002.deleted"):
-        shutil.copytree(run / "checkpoint/step-00000004", run / "checkpoint" / left)
-    code, out, err = run_script("train.py", *SMALL, "--training.steps=8")
+        shutil.copytree(run / "checkpoint/step-00000003", run / "checkpoint" / left)
+    code, out, err = resume(run, run_script)
     assert code == 0, err
-    for line, step, name in zip(err.splitlines(), (8, 6), (TENSORS, INDEX), strict=True):
-        assert_refused(line, f"warning: outputs/run/checkpoint/step-0000000{step}", [name, "bytes", "step-00000004"])
-    assert "resumed at step 4" in out
-    assert [record["step"] for record in read_metrics(run)] == list(range(1, 9))
-    assert [path.name for path in sorted((run / "checkpoint").iterdir())] == [f"step-0000000{n}" for n in (2, 4, 6, 8)]
-    again = read_state(run / "checkpoint/step-00000008")
-    assert all(torch.equal(before[name], again[name]) for name in before)
+    for line, step, name in zip(err.splitlines(), (6, 5), (INDEX, "belongs"), strict=True):
+        assert_refused(line, f"warning: {run}/checkpoint/step-0000000{step}", [name, "step-00000003"])
+    assert "resumed at step 3" in out
+    assert [record["step"] for record in read_metrics(run)] == list(range(1, 7))
+    assert not list(run.glob("checkpoint/*.partial")) and not list(run.glob("checkpoint/*.deleted"))
+    tiny_runs.assert_same_state(run, zoo("digits"), step=6)
 
 
 def test_scripts_use_the_newest_complete_checkpoint_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damage_the_newest(run)
-    assert find_checkpoint(run / "checkpoint", None) == run / "checkpoint/step-00000004"
-    assert_refused(capsys.readouterr().err.splitlines()[0], "", ["step-00000008", TENSORS, "bytes", "step-00000004"])
-    with refused("", "step-00000006", INDEX, "[2, 4, 6, 8]"):
+    cut(run / "checkpoint/step-00000006" / TENSORS)
+    assert find_checkpoint(run / "checkpoint", None) == run / "checkpoint/step-00000003"
+    assert_refused(capsys.readouterr().err, "", ["step-00000006", TENSORS, "bytes", "step-00000003"])
+    with refused("", "step-00000006", TENSORS, "[3, 6]"):
         find_checkpoint(run / "checkpoint", 6)
 
 
-def test_a_run_without_a_complete_checkpoint_does_not_start_over(run: Path, run_script: RunScript) -> None:
-    for checkpoint in list_checkpoints(run / "checkpoint"):
-        (checkpoint / MANIFEST).unlink()
+def test_a_run_with_no_complete_checkpoint_or_that_of_another_run_does_not_start_over(
+    run: Path, run_script: RunScript
+) -> None:
+    (run / "checkpoint/step-00000006" / MANIFEST).unlink()
+    other = run / "checkpoint/step-00000003" / MANIFEST
+    manifest = json.loads(other.read_text())
+    manifest["trajectory"]["training.seed"] = 1
+    other.write_text(json.dumps(manifest))
     before = (run / "metrics.jsonl").read_bytes()
-    code, _, err = run_script("train.py", *SMALL, "--training.steps=10")
+    code, _, err = resume(run, run_script)
     assert code == 2
-    assert_refused(err, "", [*(f"step-0000000{step}" for step in (8, 6, 4, 2)), MANIFEST, "--metrics.experiment_name"])
+    there = ["step-00000006", MANIFEST, "step-00000003", "training.seed is 1 there and 0 here"]
+    assert_refused(err, "", [*there, "--metrics.experiment_name"])
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_checkpoint_of_another_run_is_refused(run: Path, run_script: RunScript) -> None:
-    flags = ["--training.seed=1", "--training.steps=2", "--metrics.experiment_name=other"]
-    assert run_script("train.py", *SMALL, *flags).code == 0
-    shutil.rmtree(run / "checkpoint")
-    shutil.copytree(run.parent / "other/checkpoint", run / "checkpoint")
-    code, _, err = run_script("train.py", *SMALL, "--training.steps=8")
-    assert code == 2
-    assert_refused(err, "", ["outputs/run/checkpoint/step-00000002", "training.seed is 1 there and 0 here"])

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import datasets
 import pyarrow
 import pytest
-import tiny_runs
 import torch
 from PIL import EpsImagePlugin
 from pyarrow import parquet
 from refusals import refused
 
 from torchditan import load
-from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_manifest
+from torchditan.checkpoint.files import MANIFEST, write_manifest
+from torchditan.checkpoint.loading import INDEX, read_manifest
 from torchditan.config.loader import load_config
 from torchditan.config.options import Autoencoder, Dataset
 from torchditan.config.prompts import read_prompts
@@ -43,7 +43,7 @@ from torchditan.extras.weights.importing import import_weights
 from torchditan.run.reading import read_metrics, read_status
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone, RunScript
+    from zoo import Zoo
 
 RAN = "ran"
 DEEP = b"[" * 100_000
@@ -137,12 +137,7 @@ FILES = {
         'dataset.root_dir = "captions"',
         ("metadata.jsonl",),
     ),
-    "tar": Hostile(
-        "tars/0.tar",
-        write_tar,
-        lambda: data("webdataset", root_dir="tars", image_size=[8]),
-        "0.tar",
-    ),
+    "tar": Hostile("tars/0.tar", write_tar, lambda: data("webdataset", root_dir="tars", image_size=[8]), "0.tar"),
     "statistics": Hostile(
         "a.npz", write_statistics, lambda: read_statistics(Path("a.npz"), extractor="E"), "a.npz", ("statistics",)
     ),
@@ -209,9 +204,8 @@ def test_hostile_status_and_metrics_count_as_missing() -> None:
     assert read_metrics(".") == [{"step": 2, "loss": None}]
 
 
-def test_the_index_of_latents_names_no_file_outside(run_script: RunScript) -> None:
-    flags = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip"]
-    assert run_script("torchditan", "encode", "latents", *flags, "--split=train").code == 0
+def test_the_index_of_latents_names_no_file_outside(zoo: Zoo) -> None:
+    shutil.copytree(zoo("latents").parent / "inputs" / "latents", "latents")
     folder = Path("latents/train")
     index = json.loads((folder / "index.json").read_text())
     shutil.copy(folder / index["shards"][0]["file"], "latents/shard.safetensors")
@@ -221,17 +215,11 @@ def test_the_index_of_latents_names_no_file_outside(run_script: RunScript) -> No
         data("latents", root_dir="latents")
 
 
-@pytest.fixture(scope="module")
-def trained(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("trained") / "run"
-    run_alone("train.py", *tiny_runs.job(run, "--training.steps=1", *tiny_runs.KEEP))
-    return run
-
-
 @pytest.mark.parametrize("what", ["index", "tensor", "file outside", "nothing"])
-def test_a_checkpoint_runs_nothing_and_reads_no_file_outside(what: str, trained: Path) -> None:
-    shutil.copytree(trained, "run")
-    checkpoint = Path("run/checkpoint/step-00000001")
+def test_a_checkpoint_runs_nothing_and_reads_no_file_outside(what: str, zoo: Zoo) -> None:
+    shutil.copytree(zoo("digits"), "run")
+    shutil.rmtree("run/checkpoint/step-00000003")
+    checkpoint = Path("run/checkpoint/step-00000006")
     index = pickle.loads((checkpoint / INDEX).read_bytes())
     for key, place in index.storage_data.items():
         if what == "file outside":
@@ -243,7 +231,7 @@ def test_a_checkpoint_runs_nothing_and_reads_no_file_outside(what: str, trained:
     (checkpoint / INDEX).write_bytes(PICKLE if what == "index" else pickle.dumps(index))
     sign(checkpoint)
     if what == "nothing":
-        assert load("run").step == 1
+        assert load("run").step == 6
         return
     with refused("", str(checkpoint)):
         load("run")
@@ -253,5 +241,5 @@ def test_a_checkpoint_runs_nothing_and_reads_no_file_outside(what: str, trained:
 def sign(checkpoint: Path) -> None:
     """Rewrite the manifest to fit the files, as an attacker would."""
     trajectory = json.loads((checkpoint / MANIFEST).read_text())["trajectory"]
-    write_manifest(checkpoint, step=1, trajectory=trajectory)
-    assert read_manifest(checkpoint)["step"] == 1
+    write_manifest(checkpoint, step=6, trajectory=trajectory)
+    assert read_manifest(checkpoint)["step"] == 6

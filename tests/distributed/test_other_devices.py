@@ -25,7 +25,7 @@ from torchditan.extras.weights.trained_model import _device
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard, LossSpikes
 from torchditan.optim.optimizers import clip_grad_norm
 from torchditan.randomness import draw
-from torchditan.run.metrics import PeakMemory
+from torchditan.run.step_timer import PeakMemory
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript, Train

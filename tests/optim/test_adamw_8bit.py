@@ -144,7 +144,7 @@ def run(rank: int, world_size: int, folder: str, *, resume: bool) -> None:
         optimizer = build_optimizer(model, config.optimizer)
         tensors = {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}
         state = RunState(Progress(), tensors=tensors)
-        checkpoints = CheckpointManager(Path(folder), state, config=config, timeout_seconds=60)
+        checkpoints = CheckpointManager(Path(folder), state, config=config, trajectory={}, timeout_seconds=60)
         assert not resume or checkpoints.load_latest()
         start = state.progress.step
         losses = []

@@ -17,7 +17,8 @@ CORE = (
     "trainer",
 )
 EXTRAS = (
-    *("autoencoders", "latents", "published", "captions", "weights", "evaluation", "sharing", "planner", "ablation"),
+    *("tensor_cache", "autoencoders", "latents", "published", "captions", "weights", "evaluation", "sharing"),
+    *("planner", "ablation"),
     "report",
 )
 ORDER = [*CORE, *(f"extras.{name}" for name in EXTRAS), "training", "ablation", "planner", "commands"]

@@ -6,16 +6,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing as mp
 from refusals import refused
 
 from torchditan.errors import ConfigError
-from torchditan.run import directory as run_directory
+from torchditan.run import atomic_files
+from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_config, read_metrics, read_status
 
@@ -36,7 +37,14 @@ def run(tmp_path):
     directory.close()
 
 
-def test_config_json_holds_config_versions_and_hardware(run):
+def reopened(run, config=CONFIG, **options):
+    """The same folder, opened by another process."""
+    again = RunDirectory(run.path, is_writer=True)
+    again.open(config, trajectory=TRAJECTORY, **options)
+    return again
+
+
+def test_config_json_holds_config_versions_and_hardware_and_a_resume_may_change_what_is_not_trajectory(run):
     stored = read_config(run.path)
     assert stored["config"] == CONFIG
     assert stored["trajectory"]["optimizer"] == {"lr": 1e-4, "betas": [0.9, 0.999]}
@@ -44,18 +52,12 @@ def test_config_json_holds_config_versions_and_hardware(run):
     assert stored["hardware"]["device"] == "cpu" and stored["hardware"]["device_count"] == 2
     assert stored["hardware"]["device_name"] and stored["hardware"]["hostname"]
     assert "git_commit" in stored
-
-
-def test_same_trajectory_resumes_with_other_settings_beside_it(run):
-    first = read_config(run.path)
     run.close()
-    again = RunDirectory(run.path, is_writer=True)
-    other = {**CONFIG, "metrics": {**CONFIG["metrics"], "log_freq": 1}}
-    again.open(other, trajectory=TRAJECTORY, world_size=4)
+    again = reopened(run, {**CONFIG, "metrics": {"log_freq": 1}}, world_size=4)
     second = read_config(run.path)
     again.close()
     assert second["config"]["metrics"]["log_freq"] == 1 and second["hardware"]["device_count"] == 4
-    assert second["run_id"] == first["run_id"] and second["created"] == first["created"]
+    assert second["run_id"] == stored["run_id"] and second["created"] == stored["created"]
 
 
 def test_other_trajectory_is_refused_naming_keys_and_both_values(run):
@@ -81,9 +83,7 @@ def test_what_a_killed_process_had_half_written_is_removed(run):
     left = [run.path / ".status.json.here-1.partial", run.path / "samples" / ".step_00000001.png.here-1.partial"]
     for path in left:
         path.write_text("{")
-    again = RunDirectory(run.path, is_writer=True)
-    again.open(CONFIG, trajectory=TRAJECTORY)
-    again.close()
+    reopened(run).close()
     assert not any(path.exists() for path in left)
 
 
@@ -91,9 +91,7 @@ def test_a_restart_waits_for_the_lock_of_a_lost_machine(run, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     releasing = threading.Timer(0.3, run.close)
     releasing.start()
-    again = RunDirectory(run.path, is_writer=True)
-    again.open(CONFIG, trajectory=TRAJECTORY)
-    again.close()
+    reopened(run).close()
     releasing.join()
 
 
@@ -104,34 +102,33 @@ def test_second_run_in_the_same_folder_is_refused_naming_the_process(run):
     assert snapshot(run.path) == before
 
 
+def hold_lock(number: int, folder: str) -> None:
+    run = RunDirectory(Path(folder), is_writer=True)
+    run.open({}, trajectory={"seed": 0})
+    if os.fork() == 0:
+        write_file(Path(folder, "worker"), str(os.getpid()).encode())
+    time.sleep(60)
+
+
+@pytest.mark.usefixtures("fork_server")
 def test_sigkill_drops_the_lock_even_while_a_forked_worker_lives(tmp_path):
-    code = (
-        "import os, sys, time\n"
-        "from pathlib import Path\n"
-        "from torchditan.run.directory import RunDirectory\n"
-        "run = RunDirectory(Path(sys.argv[1]), is_writer=True)\n"
-        "run.open({}, trajectory={'seed': 0})\n"
-        "if os.fork() == 0: print(os.getpid(), flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True, cwd=root
-    )
-    assert process.stdout is not None
-    worker = int(process.stdout.readline())
-    again = RunDirectory(tmp_path / "x", is_writer=True)
+    context = mp.start_processes(hold_lock, args=(str(tmp_path),), nprocs=1, join=False, start_method="forkserver")
+    (process,) = context.processes
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "worker").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    worker = int((tmp_path / "worker").read_text())
+    again = RunDirectory(tmp_path, is_writer=True)
     try:
         with pytest.raises(ConfigError, match=f"PID {process.pid} "):
             again.open({}, trajectory={"seed": 0})
         process.kill()
-        process.wait()
+        process.join()
         os.kill(worker, 0)  # still there
         again.open({}, trajectory={"seed": 0})
     finally:
         process.kill()
         os.kill(worker, signal.SIGKILL)
-        process.stdout.close()
         again.close()
 
 
@@ -146,20 +143,14 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_discard_leaves_nothing_of_a_new_run(tmp_path):
-    directory = RunDirectory(tmp_path / "outputs" / "x", is_writer=True)
-    directory.open(CONFIG, trajectory=TRAJECTORY)
-    directory.write_status("running")
-    directory.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_discard_keeps_what_was_there_before(tmp_path):
+def test_discard_leaves_nothing_of_a_new_run_and_keeps_what_was_there(tmp_path):
     (tmp_path / "launcher.log").write_text("mine")
-    directory = RunDirectory(tmp_path, is_writer=True)
-    directory.open(CONFIG, trajectory=TRAJECTORY)
-    directory.discard()
-    assert [path.name for path in tmp_path.iterdir()] == ["launcher.log"]
+    for folder in (tmp_path / "outputs" / "x", tmp_path):
+        directory = RunDirectory(folder, is_writer=True)
+        directory.open(CONFIG, trajectory=TRAJECTORY)
+        directory.write_status("running")
+        directory.discard()
+        assert [path.name for path in tmp_path.iterdir()] == ["launcher.log"]
 
 
 @pytest.mark.parametrize("evidence", ["metrics.jsonl", "checkpoint/step-00000010/x"])
@@ -174,8 +165,7 @@ def test_discard_leaves_a_resumed_run_as_it_was(run):
     run.write_status("completed", step=3)
     run.close()
     before = {name: content for name, (content, _) in snapshot(run.path).items()}
-    again = RunDirectory(run.path, is_writer=True)
-    again.open({**CONFIG, "job": {"description": "again"}}, trajectory=TRAJECTORY)
+    again = reopened(run, {**CONFIG, "job": {"description": "again"}})
     again.write_status("running", step=0)
     again.discard()
     assert {name: content for name, (content, _) in snapshot(run.path).items()} == before
@@ -207,21 +197,14 @@ def test_resume_drops_later_steps_and_a_torn_line(run):
     run.close()
     kept = run.metrics_path.read_bytes().splitlines(keepends=True)[:2]
     with open(run.metrics_path, "a") as file:
-        file.write('{"step": 40, "lo')
-    again = RunDirectory(run.path, is_writer=True)
-    again.open(CONFIG, trajectory=TRAJECTORY)
+        file.write('{"step": 40, "na')
+    assert [record["step"] for record in read_metrics(run.path)] == [10, 20, 30], "readers skip it"
+    again = reopened(run)
     again.truncate_metrics(20)
     assert run.metrics_path.read_bytes() == b"".join(kept)
     again.append_metrics({"step": 21})
     again.close()
     assert [record["step"] for record in read_metrics(run.path)] == [10, 20, 21]
-
-
-def test_readers_skip_the_line_a_kill_tore(run):
-    run.append_metrics({"step": 1})
-    with open(run.metrics_path, "ab") as file:
-        file.write('{"step": 2, "name": "ä'.encode()[:-1])
-    assert read_metrics(run.path) == [{"step": 1}]
 
 
 def test_a_place_next_to_a_run_names_what_is_there(tmp_path):
@@ -236,14 +219,14 @@ def test_a_place_next_to_a_run_names_what_is_there(tmp_path):
 
 def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
-    run_directory.write_file(path, b"old")
+    write_file(path, b"old")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(run_directory.os, "fsync", fail)
+    monkeypatch.setattr(atomic_files.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        run_directory.write_file(path, b"new")
+        write_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 

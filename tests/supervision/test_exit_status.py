@@ -45,25 +45,21 @@ def test_a_name_too_long_for_the_file_system_is_one_line(command: str, run_scrip
     assert errors == f"error: {'a' * 97}... is too long for the name of a file\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
-@pytest.mark.parametrize(("steps", "exit_code"), [pytest.param(10_000, 75, marks=pytest.mark.slow), (1, 1)])
-def test_no_thread_of_a_process_group_outlives_a_run(steps: int, exit_code: int, tmp_path: Path) -> None:
+def test_no_thread_of_a_process_group_outlives_a_run_that_failed(tmp_path: Path) -> None:
     """One that asks for the GIL while the interpreter shuts down would abort the process after the run."""
     code = (
-        "import atexit, os, pathlib, runpy, signal, threading, time\n"
-        "def interrupt():\n"
-        f"    while not any(pathlib.Path({str(tmp_path)!r}).rglob('metrics.jsonl')): time.sleep(0.05)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        f"if {exit_code} == 75: threading.Thread(target=interrupt, daemon=True).start()\n"
-        f"if {exit_code} == 1: import torchditan.trainer; torchditan.trainer.Trainer.train_step = None\n"
+        "import atexit, pathlib, runpy\n"
+        "import torchditan.trainer; torchditan.trainer.Trainer.train_step = None\n"
         "names = lambda: [path.read_text().strip() for path in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
         "atexit.register(lambda: print('threads:', *sorted(names())))\n"
         f"runpy.run_path({str(REPOSITORY / 'train.py')!r}, run_name='__main__')\n"
     )
-    flags = ["--model.flavor=debugmodel", f"--training.steps={steps}", "--training.global_batch_size=2"]
+    flags = ["--model.flavor=debugmodel", "--training.steps=1", "--training.global_batch_size=2"]
     flags += ["--metrics.enable_sampling=false", "--validation.freq=0", f"--job.dump_folder={tmp_path}"]
     command = [sys.executable, "-c", code, "--job.config_file=quickstart", *flags]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert run.returncode == exit_code, run.stderr
+    assert run.returncode == 1, run.stderr
     threads = run.stdout.split("threads:")[1]
     assert "gloo" not in threads, threads

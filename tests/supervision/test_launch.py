@@ -22,23 +22,15 @@ from typing import Any
 import pytest
 from refusals import assert_refused
 
-from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.exit_status import Verdict, judge_ranks
+from torchditan.supervision.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TRAINER = Path(__file__).resolve().parents[2] / "train.py"
 OURS = (
-    "NGPU",
-    "NNODES",
-    "NODE_RANK",
-    "CONFIG_FILE",
-    "LOG_RANK",
-    "MAX_RESTARTS",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RDZV_CONF",
-    "REQUEUE",
+    *("NGPU", "NNODES", "NODE_RANK", "CONFIG_FILE", "LOG_RANK", "MAX_RESTARTS", "MASTER_ADDR", "MASTER_PORT"),
+    *("RDZV_CONF", "REQUEUE"),
 )
 
 # As torchrun does: ranks are sessions of their own, SIGTERM is passed on, the first failure ends the others.
@@ -69,7 +61,7 @@ while True:
 # What a rank does when it is ready, by the variable RANKS; "stop" saves when it is asked to.
 RANK = """
 import os, signal, sys, time
-from torchditan.run.rank_status import write_rank_status
+from torchditan.supervision.rank_status import write_rank_status
 does, rank = os.environ["RANKS"], int(os.environ["RANK"])
 write_rank_status("running")
 signals = []
@@ -167,37 +159,44 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
         ("complete", 0, "completed: 2 rank(s) (exit code 0)"),
         ("mistake", 2, "error: mistake of rank 1"),
         ("oom", 3, "oom: rank 1: oom of rank 1 (exit code 3)"),
-        ("error", 1, "error: rank 1: error of rank 1 (exit code 1)"),
-        (
-            "kill",
-            1,
-            "error: 2 of 2 rank(s) exited without an error message, as if killed by the system (exit code 1)",
-        ),
+        ("kill", 1, "error: 2 of 2 rank(s) exited without an error message, as if killed by the system (exit code 1)"),
     ],
 )
-def test_the_exit_code_is_what_the_ranks_earned(ranks: str, code: int, line: str, start: Start, tmp_path: Path) -> None:
-    assert end_of(start(RANKS=ranks)) == (code, line)
+def test_the_exit_code_is_what_the_ranks_earned_and_requeues_nothing(
+    ranks: str, code: int, line: str, start: Start, tmp_path: Path
+) -> None:
+    assert end_of(start(RANKS=ranks, SLURM_JOB_ID="17")) == (code, line)
     assert not list(tmp_path.glob("tmp.*"))
+    assert not (tmp_path / "scontrol.log").exists()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_a_signal_reaches_every_rank_once_and_its_job_is_interrupted(name: str, start: Start, tmp_path: Path) -> None:
-    process = start(RANKS="stop")
-    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-    process.send_signal(signal.Signals[name])
-    assert end_of(process) == (75, "interrupted: rank 0: stopped after step 5 (exit code 75)")
-    assert [(tmp_path / f"signals-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1", "SIGUSR1"]
+SECOND_NODE = {"NNODES": "2", "MASTER_ADDR": "localhost", "SLURM_NODEID": "1"}
 
 
-def test_sigusr1_to_torchrun_itself_ends_nothing(start: Start, tmp_path: Path) -> None:
-    process = start(RANKS="stop")
+@pytest.mark.parametrize(
+    ("name", "variables", "calls"),
+    [
+        ("SIGTERM", {}, "requeue 17\n"),
+        ("SIGUSR1", {"SCONTROL_CODE": "1"}, "requeue 17\n"),
+        ("SIGINT", {"REQUEUE": "0"}, ""),
+        ("SIGUSR1", SECOND_NODE, ""),
+    ],
+)
+def test_a_signal_reaches_every_rank_once_and_the_first_node_requeues_the_interrupted_job(
+    name: str, variables: dict[str, str], calls: str, start: Start, tmp_path: Path
+) -> None:
+    process = start(RANKS="stop", SLURM_JOB_ID="17", **variables)
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     torchrun = int((tmp_path / "torchrun.pid").read_text())
-    os.kill(torchrun, signal.SIGUSR1)
-    time.sleep(0.2)
-    os.kill(torchrun, 0)
-    process.send_signal(signal.SIGUSR1)
-    assert end_of(process)[0] == 75
+    os.kill(torchrun, signal.SIGUSR1)  # SLURM sends it to every process of a step; it ends nothing
+    process.send_signal(signal.Signals[name])
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 75
+    assert "interrupted: rank 0: stopped after step 5 (exit code 75)\n" in errors
+    assert [(tmp_path / f"signals-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1", "SIGUSR1"]
+    assert errors.endswith("submit it again to continue\n") == ("SCONTROL_CODE" in variables)
+    log = tmp_path / "scontrol.log"
+    assert (log.read_text() if log.exists() else "") == calls
 
 
 @pytest.mark.parametrize("phase", [{"RANKS": "stop", "RANKS_START_AFTER": "60"}, {"RANKS": "deaf"}])
@@ -220,34 +219,6 @@ def test_a_second_signal_ends_everything_at_once(start: Start, tmp_path: Path) -
     process.send_signal(signal.SIGTERM)
     assert end_of(process)[0] == 75
     wait_for(lambda: not processes_in(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("variables", "calls"),
-    [
-        ({}, "requeue 17\n"),
-        ({"SCONTROL_CODE": "1"}, "requeue 17\n"),
-        ({"REQUEUE": "0"}, ""),
-        ({"NNODES": "2", "MASTER_ADDR": "localhost", "SLURM_NODEID": "1"}, ""),
-    ],
-)
-def test_an_interrupted_slurm_job_is_requeued_by_its_first_node(
-    variables: dict[str, str], calls: str, start: Start, tmp_path: Path
-) -> None:
-    process = start(RANKS="stop", SLURM_JOB_ID="17", **variables)
-    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-    process.send_signal(signal.SIGUSR1)
-    code, line = end_of(process)
-    assert code == 75
-    assert line.endswith("submit it again to continue") == ("SCONTROL_CODE" in variables)
-    log = tmp_path / "scontrol.log"
-    assert (log.read_text() if log.exists() else "") == calls
-
-
-def test_a_slurm_job_that_ended_otherwise_is_not_requeued(start: Start, tmp_path: Path) -> None:
-    assert end_of(start(RANKS="complete", SLURM_JOB_ID="17"))[0] == 0
-    assert end_of(start(RANKS="error", SLURM_JOB_ID="17"))[0] == 1
-    assert not (tmp_path / "scontrol.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -332,6 +303,7 @@ def rank(number: int, state: str, reason: str | None = None, *, at: float = 0.0,
 
 
 LOST = "lost rank 1: killed by SIGKILL, last seen in step 7, forward and backward"
+STOPPED = "stopped by rank 2: full"
 CLOSED = "RuntimeError: Connection closed by peer"
 
 
@@ -339,26 +311,13 @@ CLOSED = "RuntimeError: Connection closed by peer"
     ("ranks", "was_signalled", "verdict"),
     [
         ([rank(0, "completed"), rank(1, "completed")], True, ("completed", 0, "2 rank(s)")),
-        (
-            [rank(0, "interrupted", "step 7"), rank(1, "interrupted", "step 7")],
-            False,
-            ("interrupted", 75, "rank 0: step 7"),
-        ),
         ([rank(0, "interrupted", "step 7"), rank(1, "running")], False, ("interrupted", 75, "rank 0: step 7")),
         ([rank(0, "interrupted", "step 7"), rank(1, "error", "bug")], True, ("error", 1, "rank 1: bug")),
         ([rank(0, "error", CLOSED), rank(1, "oom", "full", at=9)], True, ("oom", 3, "rank 1: full")),
         ([rank(0, "error", CLOSED), rank(1, "error", "bug", at=9)], False, ("error", 1, "rank 1: bug")),
         ([rank(0, "error", CLOSED), rank(1, "error", "no file", at=9, code=2)], False, ("error", 2, "no file")),
-        (
-            [rank(0, "error", LOST, at=9), rank(1, "running"), rank(2, "error", CLOSED)],
-            False,
-            ("error", 1, f"rank 0: {LOST}"),
-        ),
-        (
-            [rank(0, "error", "stopped by rank 2: full"), rank(1, "running")],
-            False,
-            ("error", 1, "rank 0: stopped by rank 2: full"),
-        ),
+        ([rank(0, "error", LOST, at=9), rank(2, "error", CLOSED)], False, ("error", 1, f"rank 0: {LOST}")),
+        ([rank(0, "error", STOPPED), rank(1, "running")], False, ("error", 1, f"rank 0: {STOPPED}")),
     ],
 )
 def test_the_verdict_names_the_rank_that_failed_by_itself(
@@ -375,13 +334,9 @@ def test_ranks_that_a_signal_ended_before_they_saved_are_resumable(ranks: list[d
     assert judge_ranks(ranks, num_ranks=2).exit_code == 1
 
 
-TINY = [
-    "--model.flavor=debugmodel",
-    "--dataset.num_workers=0",
-    "--training.global_batch_size=12",
-    "--metrics.log_freq=1",
-]
-TINY += ["--training.mixed_precision_param=float32", "--metrics.enable_sampling=false", "--metrics.experiment_name=run"]
+TINY = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.global_batch_size=12"]
+TINY += ["--training.mixed_precision_param=float32", "--metrics.enable_sampling=false", "--metrics.log_freq=1"]
+TINY += ["--metrics.experiment_name=run"]
 
 
 def start_node(number: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[str]:
@@ -419,14 +374,6 @@ def test_two_nodes_train_as_one_process_and_a_signal_to_one_interrupts_both(tmp_
 
     together = read_metrics(tmp_path / "run")
     alone = [*TINY, "--training.steps=5", f"--job.dump_folder={tmp_path / 'alone'}"]
-    subprocess.run(
-        [
-            sys.executable,
-            str(TRAINER),
-            *alone,
-        ],
-        check=True,
-        capture_output=True,
-    )
+    subprocess.run([sys.executable, str(TRAINER), *alone], check=True, capture_output=True)
     for here, there in zip(read_metrics(tmp_path / "alone" / "run"), together[:5], strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-5), here["step"]

@@ -10,7 +10,7 @@ Notable:
 - a damaged checkpoint is reported, and the newest complete one is used. If every checkpoint is damaged, the run refuses
   to start;
 - a full disk costs a checkpoint, never the run: every rank continues, and the last complete checkpoint stays. At the
-  last step, the weights alone are written instead, or older checkpoints are deleted to make room;
+  last step, the weights alone are written instead;
 - a thread of rank 0 deletes old checkpoints, so that no rank waits for slow storage;
 - in mode `async`, training waits only while the state is copied. A thread of each rank writes the copy and uses a
   separate process group. The memory of the copy is reused.
@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,33 +33,26 @@ from torch import cuda
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan.checkpoint.files import (
-    CheckpointReader,
-    DamagedCheckpointError,
+    CONFIG_FILE,
+    PROGRESS_FILE,
     discard,
     discard_unfinished,
     final_weights,
+    latest_checkpoint,
     list_checkpoints,
     publish,
-    remove,
     remove_discarded,
     save_tensors,
     step_of,
-    verify,
     write_json,
     write_manifest,
 )
-from torchditan.checkpoint.loading import (
-    CONFIG_FILE,
-    PROGRESS_FILE,
-    latest_checkpoint,
-    load_safely,
-    read_numbers,
-)
+from torchditan.checkpoint.loading import CheckpointReader, DamagedCheckpointError, load_safely, read_numbers
 from torchditan.checkpoint.run_state import ModelState, RunState, Snapshot
 from torchditan.checkpoint.weights import Kind, export_model, open_weights_file
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
-from torchditan.config.trajectory import differences, trajectory
+from torchditan.config.trajectory import differences
 from torchditan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +67,7 @@ class CheckpointManager:
         state: everything that a checkpoint contains.
         config: the resolved settings; the `[checkpoint]` section controls saving.
         timeout_seconds: how long ranks wait for each other while they save or load.
-        of_job: `Job.trajectory`; None uses that of the configuration.
+        trajectory: `Job.trajectory`, the settings that determine the weights.
         warn: prints a line. Called on rank 0, possibly by the writing thread.
     """
 
@@ -85,8 +77,8 @@ class CheckpointManager:
         state: RunState,
         *,
         config: Config,
+        trajectory: dict[str, Any],
         timeout_seconds: int,
-        of_job: dict[str, Any] | None = None,
         warn: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2),
     ) -> None:
         self.folder = folder
@@ -95,7 +87,7 @@ class CheckpointManager:
         self.has_checkpoints = config.checkpoint.enable_checkpoint
         """Whether the run writes checkpoints, or only its final weights. True after it continued from a checkpoint."""
         self.config = to_dict(config)
-        self.trajectory = trajectory(config) if of_job is None else of_job
+        self.trajectory = trajectory
         self.num_steps = config.training.steps
         self.warn = warn
         # Asynchronous writes run during training, so their collectives need a separate process group.
@@ -121,8 +113,8 @@ class CheckpointManager:
     def save(self) -> None:
         """Write the checkpoint of this step, or start writing it. After publishing, a thread deletes the oldest ones.
 
-        If the disk is full or fails, the write is reported and leaves no files. At the last step, what fits is written
-        instead.
+        If the disk is full or fails, the write is reported and leaves no files. At the last step, the weights alone are
+        written instead.
         """
         self.wait()
         snapshot = self.state.snapshot()
@@ -134,39 +126,13 @@ class CheckpointManager:
                 target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True
             )
             self._writing.start()
-        if snapshot.step == self.num_steps and "model" in snapshot.tensors:
+        if snapshot.step == self.num_steps:
             self.wait()
-            if self.failure is not None:
-                self._save_what_fits(snapshot, self.failure)
-
-    def _save_what_fits(self, snapshot: Snapshot, refusal: str) -> None:
-        """After a failed write of the last step: write the weights alone. If that fails too, delete the checkpoints
-        before the newest complete one, and try both again."""
-        is_writer = dist.get_rank() == 0
-        self.save_weights()
-        if self.failure is not None:
-            deleted = self._any_of(self._delete_older() if is_writer else None)
-            if deleted is None:
-                return
-            if is_writer:
-                self.warn(f"warning: {refusal}; {deleted} deleted to make room for step {snapshot.step}")
-            self._write(snapshot)
-            if self.failure is None:
-                return
-            self.save_weights()
-        if self.failure is None and is_writer:
-            alone = "no run continues from it, but --checkpoint.initial_load_path starts one"
-            self.warn(f"warning: {refusal}; step {snapshot.step} is saved without the optimizer: {alone}")
-
-    def _delete_older(self) -> str | None:
-        """Delete the checkpoints before the newest complete one. Returns their names."""
-        checkpoints = list_checkpoints(self.folder)
-        while checkpoints and not _is_complete(checkpoints.pop()):
-            pass
-        for path in checkpoints:
-            with contextlib.suppress(OSError):
-                remove(path)
-        return ", ".join(path.name for path in checkpoints) or None
+            if (refusal := self.failure) is not None:
+                self.save_weights()
+                if self.failure is None and dist.get_rank() == 0:
+                    alone = "no run continues from it, but --checkpoint.initial_load_path starts one"
+                    self.warn(f"warning: {refusal}; step {snapshot.step} is saved without the optimizer: {alone}")
 
     def save_weights(self) -> None:
         """Write only the weights of this step, averaged if the run has an average, to one file."""
@@ -213,9 +179,7 @@ class CheckpointManager:
         start = time.monotonic()
         target = self.folder / f"step-{snapshot.step:08d}"
         partial = target.with_suffix(".partial")
-        self.failure = self._first_failure(lambda: _recreate(partial) if dist.get_rank() == 0 else None)
-        if self.failure is None:
-            self.failure = self._first_failure(lambda: self._write_files(partial, snapshot))
+        self.failure = self._first_failure(lambda: self._write_files(partial, snapshot))
         if self.failure is None:
             self.failure = self._first_failure(lambda: self._publish(partial, target, snapshot))
         if dist.get_rank() == 0:
@@ -243,10 +207,12 @@ class CheckpointManager:
                 write_json(_file_of_rank(partial, name), state)
 
     def _publish(self, partial: Path, target: Path, snapshot: Snapshot) -> None:
+        """Rank 0 adds the files that all ranks share, and gives the folder its name."""
         if dist.get_rank() == 0:
-            publish_checkpoint(
-                partial, target, numbers=snapshot.numbers, config=self.config, trajectory=self.trajectory
-            )
+            write_json(partial / CONFIG_FILE, self.config)
+            write_json(partial / PROGRESS_FILE, snapshot.numbers)
+            write_manifest(partial, step=snapshot.step, trajectory=self.trajectory)
+            publish(partial, target)
 
     def _first_failure(self, action: Callable[[], object]) -> str | None:
         """Run `action` on every rank. Returns the first operating system error of any rank, the same on all ranks.
@@ -305,8 +271,7 @@ class CheckpointManager:
             return refusal
         tensors, damage = self.state.states_to_fill(), None
         try:
-            state = _without_new_moments(tensors, reader.read_metadata().state_dict_metadata)
-            load_safely(state, reader, process_group=self.group, no_dist=self.no_dist)
+            load_safely(tensors, reader, process_group=self.group, no_dist=self.no_dist)
         except DamagedCheckpointError as error:
             damage = str(error)
         damage = self._any_of(damage)
@@ -359,52 +324,9 @@ class CheckpointManager:
             # Newer checkpoints do not count: they are damaged, or the run would have loaded them.
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in reached[: -self.keep_latest_k] if self.keep_latest_k else []:
-                with contextlib.suppress(OSError):  # a reader may have it open on NFS
-                    remove(old)
+                discard(old)
             remove_discarded(self.folder)
-
-
-def publish_checkpoint(
-    partial: Path,
-    target: Path,
-    *,
-    numbers: Mapping[str, int | float],
-    config: dict[str, Any],
-    trajectory: dict[str, Any],
-) -> None:
-    """Add the remaining files to a folder of tensors, and publish it as a checkpoint.
-
-    Args:
-        numbers: those of the run's `Progress`, and any other numbers stored with them.
-    """
-    write_json(partial / CONFIG_FILE, config)
-    write_json(partial / PROGRESS_FILE, numbers)
-    write_manifest(partial, step=int(numbers["step"]), trajectory=trajectory)
-    publish(partial, target)
-
-
-def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[str, Any]:
-    """The state without moments that the checkpoint lacks, because those parameters never received a gradient."""
-    prefix = "optimizer.state."
-    have = {key.removeprefix(prefix).rpartition(".")[0] for key in stored if key.startswith(prefix)}
-    if not have:
-        return state  # at least one moment must be loaded
-    moments = {name: value for name, value in state["optimizer"]["state"].items() if name in have}
-    return {**state, "optimizer": {**state["optimizer"], "state": moments}}
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        verify(checkpoint)
-    except DamagedCheckpointError:
-        return False
-    return True
 
 
 def _file_of_rank(folder: Path, name: str) -> Path:
     return folder / f"{name}_rank{dist.get_rank()}.json"
-
-
-def _recreate(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)

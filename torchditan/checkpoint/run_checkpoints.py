@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 
-from torchditan.checkpoint.loading import latest_checkpoint
+import torch
+import torch.distributed as dist
+
+from torchditan.checkpoint.files import latest_checkpoint
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.config.options import Config
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.run.directory import RunDirectory
 from torchditan.supervision.exit_status import Interrupted, NotSaved
-from torchditan.supervision.preemption import StopAgreement
+from torchditan.supervision.preemption import StopRequest
 from torchditan.supervision.supervision import Supervision
 
 _MAX_ROLLBACKS = 3
@@ -107,19 +111,31 @@ class RunCheckpoints:
 
 
 class StopPoint:
-    """Ends the run after a step, with a checkpoint, once any rank has received a stop request."""
+    """Ends the run after a step, with a checkpoint, once any rank has received a stop request.
 
-    def __init__(
-        self, agreement: StopAgreement, config: Config, checkpoints: RunCheckpoints, supervision: Supervision
-    ) -> None:
-        self.agreement = agreement
+    Ranks share the request as the maximum over a flag in host memory, on a separate process group, so that no rank
+    waits for a device.
+    """
+
+    def __init__(self, request: StopRequest, config: Config, checkpoints: RunCheckpoints) -> None:
+        self.request = request
         self.config = config
         self.checkpoints = checkpoints
-        self.supervision = supervision
+        self.supervision = checkpoints.supervision
+        self.group: dist.ProcessGroup | None = None
+        if self.supervision.rank.world_size > 1:
+            timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
 
     def begin(self) -> None:
-        """Start exchanging stop requests while the optimizer runs."""
-        self.agreement.begin()
+        """Start sending this rank's flag, while the optimizer runs."""
+        if self._work is not None:
+            self._work.wait()  # of a step that diverged, before its result was read
+        self._flag.fill_(self.request.signal or 0)
+        if self.group is not None:
+            self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def stop_if_asked(self) -> None:
         """End the run with a checkpoint if any rank received a stop request. All ranks learn it at the same step.
@@ -129,9 +145,11 @@ class StopPoint:
         """
         step = self.supervision.progress.step
         self.supervision.note(step, "agreeing whether to stop")
-        number = self.agreement.result()
-        if number is not None and step != self.config.training.steps:
-            raise Interrupted(self._save_before_end(number, step))
+        if self._work is not None:
+            self._work.wait()
+        number = int(self._flag.item())
+        if number and step != self.config.training.steps:
+            raise Interrupted(self._save_before_end(signal.Signals(number), step))
 
     def _save_before_end(self, number: signal.Signals, step: int) -> str:
         """Save the run. Returns why it ends, and how it continues."""
@@ -154,13 +172,11 @@ class StopPoint:
 class Rollback:
     """Returns a diverged run to its last checkpoint, and skips the data of the step that diverged."""
 
-    def __init__(
-        self, config: Config, *, global_batch_size: int, guard: DivergenceGuard, checkpoints: RunCheckpoints
-    ) -> None:
+    def __init__(self, config: Config, checkpoints: RunCheckpoints, *, global_batch_size: int) -> None:
         self.config = config
-        self.global_batch_size = global_batch_size
-        self.guard = guard
         self.checkpoints = checkpoints
+        self.guard = checkpoints.guard
+        self.global_batch_size = global_batch_size
         self.tried_step: int | None = None
         self.num_tries = 0
 

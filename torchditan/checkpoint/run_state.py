@@ -79,14 +79,9 @@ class RunState:
         return {name: item.state_dict() for name, item in self.tensors.items()}
 
     def states_to_fill(self) -> dict[str, dict[str, Any]]:
-        """The same for a load, which fills them in place: `load` then needs no second copy of any.
-
-        The optimizer's are new: a load does not fill those that the checkpoint lacks, and an earlier load may have
-        stopped at a damaged tensor.
-        """
+        """The same for a load, which fills them in place: `load` then needs no second copy of any."""
         for item in self.tensors.values():
             if isinstance(item, OptimizerState):
-                item.clear()
                 item.make()
         return self.tensor_states()
 

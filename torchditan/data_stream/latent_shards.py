@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from torchditan.checkpoint.safetensors_files import other_kind
+from torchditan.data_stream import npy_files
 from torchditan.data_stream.latent_index import (
     INDEX_FILE,
     REPAIR,
@@ -44,7 +45,6 @@ from torchditan.data_stream.latent_index import (
     standardizing,
 )
 from torchditan.errors import ConfigError, option_error
-from torchditan.run import npy_files
 from torchditan.run.atomic_files import sha256_of
 
 LABELS_FILE = "labels.npy"

@@ -12,13 +12,9 @@ Notable:
 
 from __future__ import annotations
 
-import os
-import resource
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -28,8 +24,10 @@ import torch
 from PIL import Image
 
 from torchditan.config.options import Metrics
+from torchditan.run.console import Console, record_line
 from torchditan.run.directory import RunDirectory
 from torchditan.run.reading import read_metrics
+from torchditan.run.step_timer import StepTimer
 from torchditan.run.training_progress import Progress
 
 if TYPE_CHECKING:
@@ -58,213 +56,8 @@ ALL_KEYS = (
     *("psnr", "psnr_to_original", "ssim", "ssim_to_original", "validation_loss"),
 )
 """With the keys that are written only if they apply (docs/checkpoints.md)."""
-_GIB = 1024**3
 _END_AFTER = 9
 """Steps after the first one, by which the end of the run is estimated once."""
-CONSOLE_COLUMNS = 100
-"""Maximum line length if the output is not a terminal; otherwise the width of the terminal applies."""
-_LEAST_IMPORTANT_FIRST = (
-    "encoding_percent",
-    "data_loading_percent",
-    "tflops_per_device",
-    "step_time_s",
-    "peak_memory_gib",
-    "lr",
-    "grad_norm",
-    "mfu",
-    "images_per_second",
-)
-"""Parts that a console line drops, in this order, until it fits; metrics.jsonl contains all of them."""
-
-
-class PeakMemory:
-    """Peak memory since the last `read`.
-
-    CUDA: memory that the allocator handed out (allocated), also as percent of the device's memory, and memory that it
-    held (reserved), which includes cached memory.
-    MPS: memory that the Metal driver held for this process when it was read, because Metal counts no peak. It includes
-    cached memory. The percentage is that of the memory that Metal recommends as a limit.
-    CPU: resident memory of this process since it started, because the system cannot reset it; no reserved memory;
-    percent of the host's memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.allocator: dict[str, float] = {}
-        """The last `read` in the course project's terms: active memory, and allocator events since process start."""
-        self._peaks: dict[str, int] = {}
-        if device.type == "cuda":
-            self._capacity = torch.cuda.get_device_properties(device).total_memory
-        elif device.type == "mps":
-            self._capacity = torch.mps.recommended_max_memory()
-        else:
-            self._capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def read(self) -> dict[str, float | None]:
-        self.collect()
-        gib = {name: peak / _GIB for name, peak in self._peaks.items()}
-        percent = {name: 100 * peak / self._capacity for name, peak in self._peaks.items()}
-        self._peaks = {}
-        self.allocator = {}
-        for name in gib.keys() & {"active", "reserved"}:
-            self.allocator |= {f"max_{name}(GiB)": gib[name], f"max_{name}(%)": percent[name]}
-        if self.device.type == "cuda":
-            stats = torch.cuda.memory_stats(self.device)
-            self.allocator |= {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
-        self.restart()
-        return {
-            "peak_memory_gib": gib["allocated"],
-            "peak_reserved_gib": gib.get("reserved"),
-            "peak_memory_percent": percent["allocated"],
-        }
-
-    def collect(self) -> None:
-        if self.device.type == "cuda":
-            stats = torch.cuda.memory_stats(self.device)
-            names = ("allocated", "reserved", "active")
-            found = {name: stats.get(f"{name}_bytes.all.peak", 0) for name in names}  # {} before the first allocation
-        elif self.device.type == "mps":
-            found = dict.fromkeys(("allocated", "active"), torch.mps.driver_allocated_memory())
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            found = dict.fromkeys(("allocated", "active"), resident)
-        self._peaks = {name: max(peak, self._peaks.get(name, 0)) for name, peak in found.items()}
-
-    def restart(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-
-class StepTimer:
-    """Splits the time since the last log step: training, waiting for data, and excluded work."""
-
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.device = device
-        self.memory = PeakMemory(device)
-        self._clock = clock
-        self._excluding: str | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Start the window now. Call it right before the first step, so that setup time does not count."""
-        self._window_start = self._clock()
-        self._data_loading = 0.0
-        self._encoding = 0.0
-        self._encoding_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._excluded: dict[str, float] = {}
-
-    @contextmanager
-    def excluded(self, name: str) -> Iterator[None]:
-        """Exclude time and GPU memory of the body from training; its seconds are logged as `<name>_s`."""
-        assert self._excluding is None, f"{name} inside {self._excluding}"
-        torch.get_device_module(self.device).synchronize()  # on a CPU it returns at once
-        self.memory.collect()
-        self._excluding, start = name, self._clock()
-        try:
-            yield
-            torch.get_device_module(self.device).synchronize()
-        finally:
-            self._excluding = None
-            self._excluded[name] = self._excluded.get(name, 0.0) + self._clock() - start
-            self.memory.restart()
-
-    @contextmanager
-    def data_loading(self) -> Iterator[None]:
-        """Time the body as waiting for the next batch."""
-        start = self._clock()
-        yield
-        if self._excluding is None:
-            self._data_loading += self._clock() - start
-
-    @contextmanager
-    def encoding(self) -> Iterator[None]:
-        """Time the body as encoding pixels into latents, a part of the step, without waiting for a GPU."""
-        if self._excluding is not None:
-            yield
-        elif self.device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._encoding_events.append((begin, end))
-        else:
-            start = self._clock()
-            yield
-            self._encoding += self._clock() - start
-
-    def read(self, *, steps: int, images: int) -> dict[str, float | None]:
-        """Means over the window of `steps` and `images`, which ends here; None if no step was done."""
-        elapsed = self._clock() - self._window_start
-        seconds = elapsed - sum(self._excluded.values())
-        counts = steps > 0 and seconds > 0
-        means: dict[str, float | None] = {
-            "step_time_s": seconds / steps if counts else None,
-            "images_per_second": images / seconds if counts else None,
-            "data_loading_percent": 100 * self._data_loading / seconds if counts else None,
-        }
-        for begin, end in self._encoding_events:
-            end.synchronize()  # returns at once at a log step: the loss was read after it
-            self._encoding += begin.elapsed_time(end) / 1000
-        if counts and self._encoding:
-            means["encoding_percent"] = 100 * self._encoding / seconds
-        means.update({f"{name}_s": spent for name, spent in self._excluded.items()})
-        self.restart()
-        return means
-
-    def take_excluded(self, name: str) -> float:
-        """Seconds of excluded work in this window, which the next `read` does not report again."""
-        seconds = self._excluded.pop(name)
-        self._window_start += seconds
-        return seconds
-
-
-class Console:
-    """Lines of text and, on a terminal, a progress bar below them that never mixes with the lines."""
-
-    _BAR_WIDTH = 10
-    _REDRAW_S = 0.1
-
-    def __init__(self, stream: TextIO, *, color: bool, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._stream = stream
-        self._clock = clock
-        self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.color = color and self.is_terminal and not os.environ.get("NO_COLOR")
-        self._bar = ""
-        self._drawn_at = float("-inf")
-
-    @property
-    def columns(self) -> int:
-        """Maximum line length."""
-        return shutil.get_terminal_size().columns if self.is_terminal else CONSOLE_COLUMNS
-
-    def line(self, text: str) -> None:
-        self._stream.write(f"{self._erase()}{text}\n{self._bar}")
-        self._stream.flush()
-
-    def progress(self, step: int, total_steps: int, eta: str, *, figures: str = "") -> None:
-        """Redraw the bar, a few times per second at most; does nothing if the output is not a terminal.
-
-        `figures` stands between step and time left: the last logged loss and speed.
-        """
-        if not self.is_terminal or (self._clock() - self._drawn_at < self._REDRAW_S and step < total_steps):
-            return
-        self._drawn_at = self._clock()
-        share = min(step / total_steps, 1.0)
-        bar = "#" * int(share * self._BAR_WIDTH)
-        text = f"{share:4.0%} [{bar:.<{self._BAR_WIDTH}}] step {step:,}/{total_steps:,}  {figures}ETA {eta}"
-        text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped bar could not be erased
-        self._stream.write(f"{self._erase()}{text}")
-        self._stream.flush()
-        self._bar = text
-
-    def close(self) -> None:
-        self._stream.write(self._erase())
-        self._stream.flush()
-        self._bar = ""
-
-    def _erase(self) -> str:
-        return "\r\x1b[2K" if self._bar else ""
 
 
 class MetricsLogger:
@@ -443,7 +236,7 @@ class MetricsLogger:
 
     def _show(self, record: dict[str, Any]) -> None:
         if (console := self._console) is not None:
-            line = _console_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
+            line = record_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
             console.line(line)
 
     def _time_left(self) -> timedelta | None:
@@ -458,30 +251,3 @@ class MetricsLogger:
     def _eta(self) -> str:
         left = self._time_left()
         return "-:--:--" if left is None else str(left)
-
-
-def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: bool, columns: int) -> str:
-    """One line of at most `columns` characters; if it would be longer, the least important parts are dropped."""
-    parts = {
-        "step": (f"step {{:>{len(str(total_steps))}}}/{total_steps}", 31),
-        "loss": ("loss {:.4f}", 32),
-        "validation_loss": ("val {:.4f}", 32),
-        "grad_norm": ("grad {:.3f}", 33),
-        "lr": ("lr {:.1e}", 39),
-        "images_per_second": ("{:,.1f} images/s", 34),
-        "step_time_s": ("{:.3f} s/step", 34),
-        "tflops_per_device": ("{:,.2f} TFLOP/s", 36),
-        "mfu": ("MFU {:.1f}%", 36),
-        "peak_memory_gib": ("{:.2f} GiB", 35),
-        "data_loading_percent": ("data {:.1f}%", 39),
-        "encoding_percent": ("encoding {:.1f}%", 39),
-    }
-    shown = {
-        key: (text.format(record[key]), code) for key, (text, code) in parts.items() if record.get(key) is not None
-    }
-    shown["eta"] = (f"ETA {eta}", 39)
-    for key in _LEAST_IMPORTANT_FIRST:
-        if len("  ".join(text for text, _ in shown.values())) <= columns:
-            break
-        shown.pop(key, None)
-    return "  ".join(f"\x1b[{code}m{text}\x1b[0m" if color else text for text, code in shown.values())

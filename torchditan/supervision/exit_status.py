@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchditan.distributed.cpu_threads import limit_spinning
 from torchditan.errors import ConfigError, shorten
-from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.parent_death import die_with_launcher
+from torchditan.supervision.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 
 LOST_RANK = "lost rank"
 """Start of the reason that a rank reports when another one was killed or is stuck (watchdog.py)."""
@@ -203,7 +203,7 @@ def judge_ranks(
     Ranks that failed because another one was gone come last. After a signal, their reasons are ignored.
 
     Args:
-        ranks: what each rank wrote (run/rank_status.py); a rank that never started wrote nothing.
+        ranks: what each rank wrote (supervision/rank_status.py); a rank that never started wrote nothing.
         num_ranks: number of ranks that were started.
         was_signalled: whether the launcher forwarded a signal.
         killed: what the launcher knows of a rank that was killed before it could write.

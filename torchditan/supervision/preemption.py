@@ -2,8 +2,8 @@
 """Stopping a run from outside: SIGTERM, SIGUSR1 or Ctrl-C end it after a step that all ranks agree on.
 
 Notable:
-- a signal is only a request. Once per step, ranks share it as the maximum over a flag in host memory, on a separate
-  process group. No rank waits for a device, and all stop after the same step, even if only one received the signal;
+- a signal is only a request. Once per step, ranks share it (`StopPoint` in checkpoint/run_checkpoints.py), and all stop
+  after the same step, even if only one received the signal;
 - signals within a second of the first are the same request: a cluster signals every process of a job, and torchrun
   forwards signals that it receives. A later signal ends the rank immediately;
 - a rank that waits for data cannot finish its step. Within 30 s of the signal it ends with what is saved;
@@ -21,12 +21,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from torchditan.supervision.parent_death import outlive_launcher
 
@@ -120,33 +116,6 @@ class StopRequest:
         recording.start()
         recording.join(timeout=2)
         os._exit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 75)  # torchrun restarts failed ranks
-
-
-class StopAgreement:
-    """Whether any rank received a stop request; the answer is the same on all ranks at the same step."""
-
-    def __init__(self, request: StopRequest, *, world_size: int, timeout_seconds: int) -> None:
-        self.request = request
-        self.group: dist.ProcessGroup | None = None
-        if world_size > 1:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self._flag = torch.zeros(1, dtype=torch.int64)
-        self._work: dist.Work | None = None
-
-    def begin(self) -> None:
-        """Start sending this rank's flag, while the step continues."""
-        if self._work is not None:
-            self._work.wait()  # of a step that diverged, before its result was read
-        self._flag.fill_(self.request.signal or 0)
-        if self.group is not None:
-            self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def result(self) -> signal.Signals | None:
-        """The signal that all ranks stop for; None if no rank received one."""
-        if self._work is not None:
-            self._work.wait()
-        number = int(self._flag.item())
-        return signal.Signals(number) if number else None
 
 
 def _outlive_launcher(number: int, frame: FrameType | None) -> None:

@@ -17,10 +17,10 @@ from torchditan.errors import printable
 from torchditan.run.directory import RunDirectory
 from torchditan.run.metrics import MetricsLogger
 from torchditan.run.progress import Advance, report_progress
-from torchditan.run.rank_status import write_rank_status
 from torchditan.run.reading import read_status
 from torchditan.run.training_progress import Progress
 from torchditan.supervision.exit_status import LOST_RANK, verdict_of
+from torchditan.supervision.rank_status import write_rank_status
 
 if TYPE_CHECKING:
     from torchditan.supervision.watchdog import RankWatch

@@ -40,7 +40,7 @@ sys.exit(1)  # whatever happened
 TRAIN = """
 import json, os, sys, time
 from pathlib import Path
-from torchditan.run.rank_status import write_rank_status
+from torchditan.supervision.rank_status import write_rank_status
 from torchditan.supervision.exit_status import run_job
 
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])

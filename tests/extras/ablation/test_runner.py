@@ -34,8 +34,8 @@ from torchditan.extras.ablation.launch import Job, LocalLauncher, SlurmLauncher,
 from torchditan.extras.ablation.ledger import read_ledger
 from torchditan.extras.ablation.maker import Maker
 from torchditan.extras.ablation.runner import run_grid
-from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.exit_status import verdict_of
+from torchditan.supervision.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -20,8 +20,8 @@ from refusals import assert_refused
 from safetensors.torch import save
 
 from torchditan.data_stream.latent_shards import LatentShards
+from torchditan.data_stream.npy_files import read_array
 from torchditan.extras.latents.encoding import denormalize
-from torchditan.run.npy_files import read_array
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from typing import Any, Protocol
 
 from torchditan.errors import ConfigError
 from torchditan.run.provenance import importable
-from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
 from torchditan.run.reading import read_metrics
 from torchditan.supervision.exit_status import judge_ranks
 from torchditan.supervision.parent_death import die_with_parent
+from torchditan.supervision.rank_status import RANKS_VARIABLE, read_rank_statuses
 
 TRAIN = ("-m", "torchditan", "train")
 """The program of most jobs, in the words that follow `python` or `torchrun`."""

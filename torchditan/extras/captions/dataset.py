@@ -34,11 +34,11 @@ from torchditan.extras.captions.tokens import beginning, describe_tokens
 from torchditan.extras.latents.latent_space import complete_from_autoencoder, decode_latents
 from torchditan.extras.published.families import family, patch_size_of
 from torchditan.extras.published.stored_weights import find_lora
+from torchditan.extras.tensor_cache import TensorCache, hash_of
 from torchditan.job.complete import with_empty_caption
 from torchditan.models import ModelSpec, TextEmbeddings
 from torchditan.randomness import uniform
 from torchditan.registry import FAMILIES
-from torchditan.run.tensor_cache import TensorCache, hash_of
 from torchditan.sampling.drawing import SampleRows
 
 _NUM_PROMPTS = 4

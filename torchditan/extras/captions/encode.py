@@ -29,10 +29,10 @@ from torchditan.extras.captions.tokens import Tokenizer, tokenizer_of_transforme
 from torchditan.extras.published.base import require
 from torchditan.extras.published.families import PublishedModel, family
 from torchditan.extras.published.stored_weights import HOW_TO_GET
+from torchditan.extras.tensor_cache import TensorCache, hash_of, identity_of_files
 from torchditan.registry import FAMILIES, TEXT_ENCODERS, build, registered, resolve
 from torchditan.run.hub import fetch
 from torchditan.run.progress import report_progress
-from torchditan.run.tensor_cache import TensorCache, hash_of, identity_of_files
 
 TEXT_PARTS = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
 """Prefixes of the folders of a saved pipeline that compute conditions."""

@@ -21,7 +21,7 @@ from torchditan.config.options import Config
 from torchditan.errors import first_line, option_error
 from torchditan.extras.captions.encode import TextEncoder, folder_of, silence_libraries
 from torchditan.extras.captions.tokens import Tokenizer, tokenizer_of_transformers
-from torchditan.run.tensor_cache import hash_of, identity_of_files
+from torchditan.extras.tensor_cache import hash_of, identity_of_files
 
 FILES = [
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),

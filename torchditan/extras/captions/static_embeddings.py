@@ -23,8 +23,8 @@ from torchditan.config.options import Config
 from torchditan.errors import option_error
 from torchditan.extras.captions.encode import TextEncoder
 from torchditan.extras.captions.tokens import TokenCount, Tokenizer
+from torchditan.extras.tensor_cache import hash_of
 from torchditan.run.atomic_files import sha256_of
-from torchditan.run.tensor_cache import hash_of
 
 _WEIGHTS = "weights/l2_supercat_256.safetensors"
 _TOKENIZER = "tokenizers/l2_supercat_tokenizer_config.json"

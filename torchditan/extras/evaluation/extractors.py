@@ -6,7 +6,7 @@ Notable:
 - weights are read only if their SHA-256 is the published one, and networks run in full float32;
 - pictures go through the network in groups of `GROUP`, so batches of the same pictures give the same bits;
 - grayscale is repeated to three channels;
-- features of real images are kept, one file per batch, in `<folder>/<extractor>-<hash>/` (run/tensor_cache.py). The
+- features of real images are kept, one file per batch, in `<folder>/<extractor>-<hash>/` (extras/tensor_cache.py). The
   hash covers the weights, `FEATURES_VERSION` and the type of device; the key of a batch its bytes and shape. Other
   images, weights or code never meet old features. 50,000 images take 0.76 GiB with Inception-2015, 0.24 GiB with
   EfficientNet-Lite0.
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from torchditan.distributed.float32_products import ieee_float32
 from torchditan.errors import ConfigError
+from torchditan.extras.tensor_cache import TensorCache, hash_of
 from torchditan.run.atomic_files import sha256_of
-from torchditan.run.tensor_cache import TensorCache, hash_of
 
 GROUP = 32
 """Pictures in one forward pass: less than 1 GiB of activations of Inception-2015."""

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchditan.data_stream.npy_files import read_header
 from torchditan.errors import ConfigError
 from torchditan.extras.evaluation.distances import Gaussian
 from torchditan.run.atomic_files import atomic_writer
-from torchditan.run.npy_files import read_header
 
 INCEPTION = "Inception-2015"
 """The extractor of a file that names none."""

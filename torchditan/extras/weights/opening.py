@@ -21,8 +21,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchditan.checkpoint.files import CheckpointReader, DamagedCheckpointError, list_checkpoints
-from torchditan.checkpoint.loading import cannot_be_read, find_checkpoint, load_safely, read_progress
+from torchditan.checkpoint.files import list_checkpoints
+from torchditan.checkpoint.loading import (
+    CheckpointReader,
+    DamagedCheckpointError,
+    cannot_be_read,
+    find_checkpoint,
+    load_safely,
+    read_progress,
+)
 from torchditan.checkpoint.safetensors_files import is_of_diffusers
 from torchditan.checkpoint.weights import Kind, Weights, is_config, open_weights_file
 from torchditan.config.loader import from_dict
