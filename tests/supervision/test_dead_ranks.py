@@ -22,6 +22,7 @@ from test_launch import TINY, TRAINER, end_of, environment, processes_in, wait_f
 from torchditan.distributed.process_group import Rank
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import watchdog
+from torchditan.supervision.exit_status import is_peer_failure
 from torchditan.supervision.watchdog import RankWatch
 
 if TYPE_CHECKING:
@@ -314,6 +315,20 @@ def test_a_stuck_rank_is_named_within_the_timeout_and_does_not_survive(tmp_path:
     assert f"error: rank 0: {status['reason']}" in errors
     assert (tmp_path / "run" / "flight_recorder" / "rank_0.json").exists()
     wait_for(lambda: not processes_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_others"),
+    [
+        ("RuntimeError: Connection closed by peer", True),
+        ("RuntimeError: Timed out waiting 4000ms for recv operation to complete", True),
+        ("DistBackendError: NCCL communicator was aborted on rank 0", True),
+        ("stopped by rank 1: a bug", True),
+        ("ValueError: a bug of the connection", False),
+    ],
+)
+def test_an_error_that_only_says_that_others_went_is_known(reason: str, is_others: bool) -> None:
+    assert is_peer_failure(reason) == is_others
 
 
 @pytest.mark.nightly
