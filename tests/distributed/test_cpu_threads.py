@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tiny_runs import KEEP
 
 from torchditan.distributed import cpu_threads
 from torchditan.distributed.cpu_threads import cores_per_rank, cpu_quota, num_cores
 from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:
-    from tests.conftest import Outcome, RunScript
+    from tests.conftest import Train
 
 
 def write(root: Path, **files: str) -> None:
@@ -154,36 +155,19 @@ def test_a_large_block_that_was_freed_is_used_again() -> None:
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **path, "CUDA_VISIBLE_DEVICES": ""}, check=True)
 
 
-def test_a_resume_keeps_the_number_of_its_run(
-    free_threads: pytest.MonkeyPatch, run_script: RunScript, tmp_path: Path
-) -> None:
-    def train(steps: int, cores: int) -> Outcome:
+def test_a_resume_keeps_the_number_of_its_run(free_threads: pytest.MonkeyPatch, train: Train, tmp_path: Path) -> None:
+    def trained(steps: int, cores: int) -> str:
         free_threads.setattr(cpu_threads, "cores_per_rank", lambda: cores)
-        options = {
-            "model.flavor": "debugmodel",
-            "dataset.num_workers": 0,
-            "training.batch_size": 2,
-            "training.steps": steps,
-            "metrics.enable_sampling": "false",
-            "metrics.experiment_name": "run",
-            "checkpoint.enable_checkpoint": "true",
-        }
-        return run_script("train.py", *(f"--{name}={value}" for name, value in options.items()))
+        return train("run", *KEEP, f"--training.steps={steps}").out
 
     def recorded() -> int:
-        return read_config(tmp_path / "outputs" / "run")["hardware"]["cpu_threads"]
+        return read_config(tmp_path / "run")["hardware"]["cpu_threads"]
 
-    assert train(2, cores=3).code == 0
+    trained(1, cores=3)
     assert recorded() == torch.get_num_threads() == 3
-    fewer = train(6, cores=2)
+    fewer = trained(2, cores=2)
     assert torch.get_num_threads() == 2 and recorded() == 3
-    assert "2 CPU threads per rank (fewer cores for each rank), 3 when the run started" in fewer.out + fewer.err
-    free_threads.setenv("OMP_NUM_THREADS", "4")
-    torch.set_num_threads(4)  # as torch would on import
-    users = train(8, cores=2)
-    assert torch.get_num_threads() == 4 and recorded() == 3
-    assert "4 CPU threads per rank (OMP_NUM_THREADS), 3 when the run started" in users.out + users.err
-    free_threads.delenv("OMP_NUM_THREADS")
-    again = train(10, cores=5)
+    assert "2 CPU threads per rank (fewer cores for each rank), 3 when the run started" in fewer
+    again = trained(3, cores=5)
     assert torch.get_num_threads() == recorded() == 3
-    assert "CPU threads" not in again.out + again.err
+    assert "CPU threads" not in again
