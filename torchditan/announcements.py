@@ -35,13 +35,9 @@ def opening(job: Job, tasks: PeriodicTasks, *, notes: list[str]) -> list[str]:
         notes: messages about parts that were built.
     """
     config, step = job.config, tasks.progress.step
-    advice = compile_advice(
-        compiles=config.training.compile,
-        checkpoints=config.activation_checkpoint.mode != "none" and config.compile.backend == "inductor",
-        float8=config.float8.enable_float8_linear,
-        device=job.device,
-    )
-    messages = [_describe_run(job, tasks.model, step), *notes, advice]
+    messages: list[str | None] = [_describe_run(job, tasks.model, step), *notes]
+    if not config.training.compile:
+        messages.append(compile_advice(float8=config.float8.enable_float8_linear, device=job.device))
     if not step:
         messages.append(precision_advice(config.training.mixed_precision_param, job.device))
     elif job.stored is not None and job.device.type == "cpu":

@@ -18,7 +18,7 @@ from torchditan.config.options import Config, Diffusion, Model, Sampling
 from torchditan.diffusion.derivative import derivative
 from torchditan.diffusion.flow_matching import FlowMatching, wide
 from torchditan.diffusion.loss_flops import count_loss_flops
-from torchditan.diffusion.mean_flow import GUIDANCE, HEAD, INTERVAL, MeanFlow
+from torchditan.diffusion.mean_flow import GUIDANCE, INTERVAL, MeanFlow
 from torchditan.diffusion.objectives import build_objective, split
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.models import ClassLabels, ModelSpec, Unconditional, build_model_spec, scalars_of
@@ -199,7 +199,7 @@ def spec_of(objective: str, **options: Any) -> tuple[Diffusion, ModelSpec]:
     return diffusion, spec.with_heads(build_objective(diffusion, spec).heads)
 
 
-RATIOS = {"imf tangent=data": 4 / 3, "imf": 3 / 2, "imf guidance=true": 11 / 6, "imf velocity_head=true": 3 / 2}
+RATIOS = {"imf tangent=data": 4 / 3, "imf": 3 / 2, "imf guidance=true": 11 / 6}
 
 
 @pytest.mark.parametrize("objective", RATIOS)
@@ -273,26 +273,6 @@ def test_guidance_as_a_condition_takes_no_second_evaluation() -> None:
     assert evaluations == {"imf": 2 + 1, "imf guidance=true": 2}
     assert given["imf"].keys() == {INTERVAL}
     assert [given["imf guidance=true"][name] for name in GUIDANCE] == [0.75, 0.1, 0.8]
-
-
-def test_the_velocity_head_gives_the_direction_and_is_trained() -> None:
-    diffusion, spec = spec_of("imf velocity_head=true")
-    objective = build_objective(diffusion, spec)
-    assert isinstance(objective, MeanFlow) and set(objective.heads) == {HEAD}
-    model = spec.build()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    randomness = draw(0, list(range(4)), (2, 8, 8), objective.numbers)
-    batch = {"sample": torch.randn(4, 2, 8, 8), "class_label": torch.arange(4)}
-    losses = objective.loss(model, batch, randomness)
-    losses.total.sum().backward()
-    assert losses.logged["velocity_head_loss"].min() > 0
-    heads: Any = model.heads
-    assert all(parameter.grad.abs().max() > 0 for parameter in heads.parameters())
-    heads[HEAD][2].bias.data.add_(1.0)  # another direction
-    changed = objective.loss(model, batch, randomness).logged["loss"]
-    assert torch.equal(changed[::2], losses.logged["loss"][::2])
-    assert not torch.allclose(changed[1::2], losses.logged["loss"][1::2])
 
 
 def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:

@@ -15,7 +15,8 @@ from PIL.PngImagePlugin import PngInfo
 from refusals import refused
 
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
-from torchditan.sampling.grid_picture import LAYOUT_KEY, _can_draw, _font, add_to_steps, read_cells, save_grid
+from torchditan.extras.report.stored_grids import read_cells
+from torchditan.sampling.grid_picture import LAYOUT_KEY, _can_draw, _font, add_to_steps, save_grid
 from torchditan.sampling.sample_grids import real_samples
 
 

@@ -222,9 +222,7 @@ def build_model_spec(
         raise option_error("model.patch_size", config.patch_size, right)
     build = registered(ARCHITECTURES, config.name)
     needed = {"scalars": scalars} if scalars else {}  # an architecture without is refused by `build_objective`
-    spec = build(config, sample_shape=sample_shape, num_classes=num_classes, **needed)
-    if not isinstance(spec, ModelSpec):
-        raise option_error("model.name", config.name, f"returns {type(spec).__name__}; must return a ModelSpec")
+    spec: ModelSpec = build(config, sample_shape=sample_shape, num_classes=num_classes, **needed)
     return spec
 
 

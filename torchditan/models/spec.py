@@ -41,10 +41,6 @@ class Conditioning(Protocol):
         """The null condition for all samples, for classifier-free guidance."""
         ...
 
-    def with_guidance(self, guidance: float) -> Conditioning:
-        """Change the guidance scale of models that embed one. Other conditionings are returned unchanged."""
-        ...
-
 
 @dataclass(frozen=True)
 class ClassLabels:
@@ -65,9 +61,6 @@ class ClassLabels:
     def null(self, cond: Condition) -> Condition:
         return {"class_label": torch.full_like(cond["class_label"], self.num_classes)}
 
-    def with_guidance(self, guidance: float) -> ClassLabels:
-        return self
-
 
 @dataclass(frozen=True)
 class Unconditional:
@@ -85,9 +78,6 @@ class Unconditional:
 
     def null(self, cond: Condition) -> Condition:
         return {}
-
-    def with_guidance(self, guidance: float) -> Unconditional:
-        return self
 
 
 @dataclass(frozen=True)
