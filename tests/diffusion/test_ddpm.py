@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from torchditan.config.loader import load_config
@@ -19,7 +20,6 @@ from torchditan.config.options import Sampling
 from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood
 from torchditan.diffusion.noise_schedules import spaced_levels
 from torchditan.diffusion.samplers import guided_prediction
-from torchditan.errors import ConfigError
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import Randomness
 from torchditan.sampling.drawing import Drawing, SampleRows
@@ -400,30 +400,15 @@ def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_a
 
 
 @pytest.mark.parametrize(
-    ("flags", "about", "right"),
+    ("flags", "about", "mentions"),
     [
-        ("--diffusion.noise_schedule=cosine --diffusion.objective=flow_matching", "diffusion.noise_schedule", "ddpm"),
-        ("--sampling.spacing=leading --diffusion.objective=flow_matching", "sampling.spacing", "only to ddpm"),
-        ("--sampling.timestep_shift=3", "sampling.timestep_shift = 3.0", "its own levels"),
-        ("--sampling.sampler=heun", 'sampling.sampler = "heun"', "must be euler, ddim, ancestral"),
-        ("--sampling.num_steps=1001", "sampling.num_steps = 1001", "at most 1000"),
-        ("--sampling.num_steps=1 --sampling.spacing=leading", "sampling.spacing", "must be trailing or linspace"),
-        (
-            "--checkpoint.initial_load_path=w.safetensors --checkpoint.initial_load_convention=torchditan",
-            "checkpoint.initial_load_convention",
-            "predict a velocity",
-        ),
-        (
-            "--model.name=sdxl --model.flavor=debugmodel --diffusion.prediction=v",
-            'diffusion.prediction = "v"',
-            "sdxl was trained with epsilon",
-        ),
+        (["--sampling.spacing=leading", "--diffusion.objective=flow_matching"], "sampling.spacing", ["ddpm"]),
+        (["--sampling.timestep_shift=3"], "sampling.timestep_shift = 3.0", ["ddpm"]),
+        (["--sampling.sampler=heun"], 'sampling.sampler = "heun"', ["euler", "ddim", "ancestral"]),
+        (["--sampling.num_steps=1001"], "sampling.num_steps = 1001", ["1000"]),
+        (["--sampling.num_steps=1", "--sampling.spacing=leading"], "sampling.spacing", ["trailing"]),
     ],
 )
-def test_options_that_do_not_fit_are_one_line(flags: str, about: str, right: str) -> None:
-    if "sdxl" in flags:
-        pytest.importorskip("diffusers")
-    with pytest.raises(ConfigError) as caught:
-        load_config(["--diffusion.objective=ddpm", *flags.split()])
-    message = str(caught.value)
-    assert message.startswith(about) and right in message and "\n" not in message
+def test_options_that_do_not_fit_are_refused(flags: list[str], about: str, mentions: list[str]) -> None:
+    with refused(about, *mentions):
+        load_config(["--diffusion.objective=ddpm", *flags])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from refusals import refused
 from torch import nn
 
 from torchditan.config.loader import load_config, parse_config
-from torchditan.config.options import Config, Diffusion, Model, Sampling
+from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.derivative import derivative
 from torchditan.diffusion.flow_matching import FlowMatching, wide
 from torchditan.diffusion.loss_flops import count_loss_flops
@@ -291,9 +290,8 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
         (["--model.timestep_scale=1000"], "model.timestep_scale = 1000.0", ["imf", "1", "refit_time"]),
         (["--diffusion.prediction=x"], 'diffusion.prediction = "x"', ["imf", "v"]),
         (["--model.name=flux", "--model.flavor=debugmodel"], 'diffusion.objective = "imf"', ["flow_matching", "flux"]),
-        (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
-        (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),
         ([f"--diffusion.ingredients={ALIGNED}"], "diffusion.ingredients", ["imf", ALIGNED]),
+        (["--diffusion.objective=imf guidance=3", "--sampling.guidance_scale=4"], "sampling.guidance_scale = 4", ["3"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, mentions: list[str]) -> None:
@@ -301,16 +299,9 @@ def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, m
         load_config(["--job.config_file=quickstart", "--diffusion.objective=imf", *flags])
 
 
-@pytest.mark.parametrize(
-    ("text", "mentions"), [("imf tangent=noise", ["model", "data"]), ("imf guidance=1", ["true", "false", "above 1"])]
-)
-def test_wrong_options_are_refused_in_one_line(text: str, mentions: list[str]) -> None:
-    diffusion = Diffusion(objective=text)
-    spec = build_model_spec(
-        Model(flavor="debugmodel"), sample_shape=(2, 8, 8), num_classes=10, scalars=scalars_of(diffusion)
-    )
-    with refused(f'diffusion.objective = "{text}"', *mentions):
-        build_objective(diffusion, spec)
+def test_wrong_options_are_refused_in_one_line() -> None:
+    with refused('diffusion.objective = "imf tangent=noise"', "model", "data"):
+        spec_of("imf tangent=noise")
 
 
 def test_the_largest_scale_is_an_option() -> None:
@@ -320,13 +311,3 @@ def test_the_largest_scale_is_an_option() -> None:
     assert isinstance(objective, MeanFlow)
     strength = objective.guidance_of(Randomness(numbers))["guidance"]
     torch.testing.assert_close(1 / (1 - strength), torch.tensor([1.0, 3**0.5, 3.0]))
-    with refused("sampling.guidance_scale = 4", "1 to 3"):
-        load_config(["--diffusion.objective=imf guidance=3", "--sampling.guidance_scale=4"])
-
-
-def test_a_guidance_scale_below_1_was_not_learned() -> None:
-    argv = ["--diffusion.objective=imf guidance=true", "--sampling.guidance_scale=0.5"]
-    with refused("sampling.guidance_scale = 0.5", "1", "8"):
-        load_config(argv)
-    assert isinstance(load_config([*argv[1:], "--diffusion.objective=imf"]), Config)
-    assert math.isclose(load_config(["--diffusion.objective=imf guidance=true"]).sampling.guidance_scale, 2.0)

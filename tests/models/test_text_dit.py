@@ -166,13 +166,6 @@ def test_text_blocks_and_positions_bring_a_convolution_unless_told_otherwise(
     assert spec_of(**options).config.text_kernel == kernel
 
 
-def test_a_convolution_reaches_from_the_first_word_to_the_last_and_no_further() -> None:
-    longest = 2 * TOKENS - 1
-    assert spec_of(text_kernel=longest).config.text_kernel == longest
-    with pytest.raises(ConfigError, match=f"model.text_kernel = {longest + 2}: a caption has {TOKENS} words"):
-        spec_of(text_kernel=longest + 2)
-
-
 @pytest.mark.parametrize("width", [0, 3])
 def test_a_bottleneck_splits_the_patch_embedding_in_two(width):
     model = random_model(tiny_config(patch_bottleneck=width), DiT)

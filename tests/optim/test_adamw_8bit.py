@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,12 +117,6 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments() -> None:
     optimizer.zero_grad()
     step(3, 1.0)
     assert not torch.equal(parameters[0], weights[0])
-
-
-def test_without_torchao_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match="the package torchao is missing: pip install"):
-        build_optimizer(small_model(), Optimizer(name="AdamW8bit"))
 
 
 def test_its_checkpoints_are_not_written_aside() -> None:

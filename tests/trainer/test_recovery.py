@@ -144,57 +144,6 @@ def test_a_run_killed_in_any_mode_resumes_to_the_bit(
     assert_same_state(tmp_path / "run", tmp_path / "whole", step=8)
 
 
-MEASURING = """
-import sys
-sys.path.insert(0, {repository!r})
-sys.argv = ["train.py", *{arguments!r}]
-from torchditan.commands import train
-from torchditan.checkpoint.manager import CheckpointManager
-from torchditan.supervision.exit_status import run_job
-
-def kib(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(name))
-
-load_latest = CheckpointManager.load_latest
-
-def measured(self):
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins here
-    before = kib("VmRSS")
-    loaded = load_latest(self)
-    sys.stdout.write(f"grown by {{kib('VmHWM') - before}}\\n")  # one write: ranks share the pipe
-    sys.stdout.flush()
-    return loaded
-
-CheckpointManager.load_latest = measured
-sys.exit(run_job(train.main))
-"""
-
-
-@pytest.mark.slow
-def test_resharding_needs_less_than_a_third_more_memory_than_the_state(
-    tmp_path: Path, run_distributed: RunDistributed
-) -> None:
-    """A checkpoint of 4 ranks loaded by one process, and by 2: weights and average are there, both moments come."""
-    flags = [*ONE_RUN, "--model.flavor=DiT-S", "--model.input_channels=1", "--dataset.dataset_name=dummy"]
-    flags += ["--dataset.image_size=8", "--dataset.num_classes=10", "--training.global_batch_size=4"]
-    flags += ["--training.steps=1", f"--job.dump_folder={tmp_path}", "--model.patch_size=4"]
-    script = tmp_path / "measuring.py"
-    script.write_text(MEASURING.format(repository=str(REPOSITORY), arguments=flags))
-    for world_size in (4, 1, 2):
-        result = run_distributed([script], world_size)
-        assert result.returncode == 0, result.stderr
-        checkpoint = tmp_path / "run" / "checkpoint" / "step-00000001"
-        state = sum(path.stat().st_size for path in checkpoint.iterdir()) / world_size
-        growth = [1024 * int(line.split()[2]) for line in result.stdout.splitlines() if line.startswith("grown")]
-        assert len(growth) == world_size
-        if world_size != 4:
-            highest = 0.5 + max(growth) / state
-            print(f"{world_size} rank(s): at most {highest:.2f} of its state")  # shown by pytest -s
-            assert 0.9 < highest < 1.3
-
-
 def test_a_micro_batch_that_does_not_fit_the_kept_global_batch_shrinks(zoo: Zoo, tmp_path: Path, train: Train) -> None:
     shutil.copytree(zoo("digits"), tmp_path / "run")
     for steps, batch_size, kept in ((7, 3, 2), (8, 100, 8)):
@@ -450,37 +399,19 @@ def test_a_full_disk_at_the_end_keeps_the_last_weights_and_a_complete_checkpoint
     assert all(torch.equal(averaged[name], state[f"ema.{name}"]) for name in averaged)
 
 
-WITH_A_FULL_DISK = """
-import errno, os, sys
-sys.path.insert(0, {repository!r})
-sys.argv = ["train.py", *{arguments!r}]
-from torchditan.commands import train
-from torchditan.supervision.exit_status import run_job
-from torchditan.checkpoint import weights
-
-def fail(path, entries, metadata):
-    entries[0].read()
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-weights.write_weights = fail
-sys.exit(run_job(train.main))
-"""
-
-
-@pytest.mark.parametrize("world_size", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_final_weights_that_cannot_be_written_are_no_success(
-    world_size: int | None, tmp_path: Path, run_distributed: RunDistributed
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [*ONE_RUN, "--training.steps=2", "--training.batch_size=4", f"--job.dump_folder={tmp_path}"]
-    arguments += ["--checkpoint.enable_checkpoint=false", "--checkpoint.save_final"]
-    script = tmp_path / "full.py"
-    script.write_text(WITH_A_FULL_DISK.format(repository=str(REPOSITORY), arguments=arguments))
-    result = run_distributed([script], world_size, timeout=60)
-    assert result.returncode == 1, result.stderr
-    status = read_status(tmp_path / "run")
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torchditan.checkpoint.weights.write_weights", fail)
+    flags = ["--training.steps=2", "--training.batch_size=4", "--checkpoint.enable_checkpoint=false"]
+    assert run_script("train.py", *ONE_RUN, *flags, "--checkpoint.save_final").code == 1
+    status = read_status(tmp_path / "outputs" / "run")
     assert status["state"] == "error"
     assert "No space left on device; the same command starts again from the first step" in status["reason"]
-    assert list((tmp_path / "run").glob("checkpoint/*")) == []
+    assert list((tmp_path / "outputs" / "run").glob("checkpoint/*")) == []
 
 
 def test_a_disk_that_takes_no_new_file_gets_the_status_of_the_end(
