@@ -48,11 +48,8 @@ def opening(job: Job, tasks: PeriodicTasks, *, notes: list[str]) -> list[str]:
     elif not (config.checkpoint.enable_checkpoint or config.checkpoint.save_final):
         keep = "--checkpoint.save_final keeps those of the last step"
         messages.append(f"this run keeps no weights: {_NOT_SAVED}. {keep}")
-    if config.metrics.enable_sampling:
-        folder = job.run_directory.sample_path(0).parent
-        messages.append(tasks.grids.why_no_scores(folder, is_resumed=step > 0))
-        if (decoder := job.space.missing_decoder) is not None:
-            messages.append(f"grids show latent channels, not pictures: {decoder}")
+    if config.metrics.enable_sampling and (decoder := job.space.missing_decoder) is not None:
+        messages.append(f"grids show latent channels, not pictures: {decoder}")
     messages += _options_without_effect(config, job.device.type)
     return [message for message in messages if message is not None]
 

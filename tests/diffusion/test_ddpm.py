@@ -19,7 +19,6 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Sampling
 from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood
 from torchditan.diffusion.noise_schedules import spaced_levels
-from torchditan.diffusion.samplers import guided_prediction
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import Randomness
 from torchditan.sampling.drawing import Drawing, SampleRows
@@ -319,28 +318,6 @@ def test_steps_are_those_of_the_schedulers_of_diffusers(
             theirs = scheduler.step(output, level, states[step]).prev_sample
             error = (states[step + 1] - theirs).abs().max() / theirs.abs().max()
             assert error < 1e-5, (spacing, step, error)
-
-
-def test_guidance_leaves_the_learned_variance_alone() -> None:
-    class OfLabel(nn.Module):
-        def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: dict[str, torch.Tensor]) -> torch.Tensor:
-            return cond["class_label"].float().view(-1, 1, 1, 1).expand(-1, 8, 2, 2)
-
-    def channels(guidance_channels: int | None) -> list[float]:
-        predict = guided_prediction(
-            OfLabel(),
-            conditioning=ClassLabels(10),
-            cond={"class_label": torch.tensor([1])},
-            guidance_scale=3.0,
-            guidance_channels=guidance_channels,
-        )
-        found: list[float] = predict(torch.zeros(1, 4, 2, 2), 0.5)[0, :, 0, 0].tolist()
-        return found
-
-    guided = 10 + 3 * (1 - 10)
-    assert channels(None) == [guided] * 4 + [1] * 4
-    assert channels(3) == [guided] * 3 + [1] * 5
-    assert channels(7) == [guided] * 4 + [1] * 4
 
 
 def drawn(model: nn.Module, sampling: Sampling, numbers: list[int], *, learn_sigma: bool = False) -> torch.Tensor:

@@ -114,20 +114,6 @@ def check(*flags: str, num_shards: int = 1) -> None:
     check_compile(load_config(["--training.compile", *flags]), num_shards=num_shards)
 
 
-def test_only_checkpointed_blocks_compile_without_the_mix_order_reduction(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mode: Any = "max-autotune-no-cudagraphs"
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **options: found.append(options) or forward)
-    for checkpointing in ("none", "full"):
-        built(mesh, compile=Compile(mode=mode, scope="model"), activation_checkpoint=checkpointing)
-    plain, checkpointed = found
-    assert plain["mode"] == mode and "mode" not in checkpointed
-    options = torch._inductor.list_mode_options(mode)
-    assert checkpointed["options"] == {**options, "triton.mix_order_reduction": False}
-
-
 MODEL = "--compile.scope=model"
 
 
