@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,39 +22,37 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class Conditioning(Protocol):
-    """Converts a batch to the model's `cond`, and removes the condition."""
+class Conditioning:
+    """Converts a batch to the model's `cond`, and removes the condition. As it is, there is no condition."""
 
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        """Tensors that a batch must contain, by name."""
-        ...
+    tensors: Mapping[str, TensorSpec] = MappingProxyType({})
+    """Tensors that a batch must contain, by name."""
 
     def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
         """The model's `cond` for a batch."""
-        ...
+        return {name: batch[name] for name in self.tensors}
 
     def drop(self, cond: Condition, mask: torch.Tensor) -> Condition:
         """Replace the condition by the null condition where `mask` (B,) bool is true."""
-        ...
+        return cond
 
     def null(self, cond: Condition) -> Condition:
         """The null condition for all samples, for classifier-free guidance."""
-        ...
+        return cond
 
 
 @dataclass(frozen=True)
-class ClassLabels:
+class Unconditional(Conditioning):
+    """No condition."""
+
+
+@dataclass(frozen=True)
+class ClassLabels(Conditioning):
     """Labels 0 to num_classes - 1; the label num_classes is the null class."""
 
     num_classes: int
 
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        return {"class_label": TensorSpec((), torch.int64)}
-
-    def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
-        return {"class_label": batch["class_label"]}
+    tensors = MappingProxyType({"class_label": TensorSpec((), torch.int64)})
 
     def drop(self, cond: Condition, mask: torch.Tensor) -> Condition:
         return {"class_label": cond["class_label"].masked_fill(mask, self.num_classes)}
@@ -63,25 +62,7 @@ class ClassLabels:
 
 
 @dataclass(frozen=True)
-class Unconditional:
-    """No condition."""
-
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        return {}
-
-    def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
-        return {}
-
-    def drop(self, cond: Condition, mask: torch.Tensor) -> Condition:
-        return {}
-
-    def null(self, cond: Condition) -> Condition:
-        return {}
-
-
-@dataclass(frozen=True)
-class TextEmbeddings:
+class TextEmbeddings(Conditioning):
     """Precomputed caption embeddings. The null condition is the embeddings of the empty caption.
 
     Args:
@@ -91,13 +72,13 @@ class TextEmbeddings:
         guidance: guidance scale, for a model that embeds one: `cond["guidance"]` (B,) float32.
     """
 
-    tensors: dict[str, TensorSpec]
+    tensors: Mapping[str, TensorSpec] = field()
     kept: frozenset[str] = frozenset()
     null_tensors: dict[str, torch.Tensor] | None = None
     guidance: float | None = None
 
     def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
-        cond = {name: batch[name] for name in self.tensors}
+        cond = super().from_batch(batch)
         if self.guidance is not None:
             size, device = len(batch["index"]), batch["index"].device
             cond["guidance"] = torch.full((size,), self.guidance, device=device)
