@@ -178,14 +178,19 @@ class ModelSpec:
         """Whether the model is conditioned on captions."""
         return isinstance(self.conditioning, TextEmbeddings)
 
+    def example_batch(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """The tensors of a batch of zeros, on the current default device."""
+        shapes = {"sample": TensorSpec(self.sample_shape), "index": TensorSpec((), torch.int64)}
+        return {
+            name: torch.zeros(batch_size, *shape, dtype=dtype)
+            for name, (shape, dtype) in {**shapes, **self.conditioning.tensors}.items()
+        }
+
     def example_inputs(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Condition]:
         """Inputs (x_t, t, cond) of the right shapes, on the current default device."""
-        batch = {"index": torch.zeros(batch_size, dtype=torch.int64)}
-        for name, (shape, dtype) in self.conditioning.tensors.items():
-            batch[name] = torch.zeros(batch_size, *shape, dtype=dtype)
-        x_t = torch.zeros(batch_size, *self.sample_shape)
+        batch = self.example_batch(batch_size)
         scalars = {name: torch.zeros(batch_size) for name in self.scalars}
-        return x_t, torch.zeros(batch_size), {**self.conditioning.from_batch(batch), **scalars}
+        return batch["sample"], torch.zeros(batch_size), {**self.conditioning.from_batch(batch), **scalars}
 
     def with_heads(self, heads: Mapping[str, Head]) -> ModelSpec:
         """The same model with heads for training."""
