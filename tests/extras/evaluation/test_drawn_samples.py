@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from torchditan.config import options
 from torchditan.distributed.parallelize import parallelize
+from torchditan.extras.evaluation.class_balance import order_of_classes
 from torchditan.extras.evaluation.metric import Pictures
 from torchditan.extras.evaluation.sample_parts import SampleParts, draw_pictures
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.models import build_model_spec
-from torchditan.sampling.drawing import Drawing, SampleRows, order_of_classes
+from torchditan.sampling.drawing import Drawing, SampleRows
 from torchditan.supervision.exit_status import verdict_of
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ def test_ranks_draw_the_bytes_of_one_process(
     trained: TrainedModel, images: Tensor, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     """10 samples in batches of 4: on 2 and 4 ranks, whole models and one sharded by FSDP, and parts of 4 ranks on 2."""
-    result = run_distributed(["tests/sampling/test_drawing.py", tmp_path], 4)
+    result = run_distributed(["tests/extras/evaluation/test_drawn_samples.py", tmp_path], 4)
     assert result.returncode == 0, result.stderr
     for case, num_ranks in {"4": 4, "2": 2, "2_fsdp": 2, "2_continues": 2, "2_reads": 2}.items():
         results = [torch.load(tmp_path / f"{case}_{rank}.pt") for rank in range(num_ranks)]
