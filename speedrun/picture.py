@@ -25,8 +25,8 @@ from run import RESULTS, Trial
 from torchditan.config.command_line import ScriptParser, check_output, count
 from torchditan.datasets.earth import Earth
 from torchditan.errors import ConfigError, option_error
+from torchditan.extras.evaluation.class_balance import order_of_classes
 from torchditan.run.atomic_files import write_file
-from torchditan.sampling.drawing import order_of_classes
 from torchditan.sampling.grid_picture import draw
 
 MOST_ENTRIES = 3

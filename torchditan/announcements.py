@@ -35,13 +35,9 @@ def opening(job: Job, tasks: PeriodicTasks, *, notes: list[str]) -> list[str]:
         notes: messages about parts that were built.
     """
     config, step = job.config, tasks.progress.step
-    advice = compile_advice(
-        compiles=config.training.compile,
-        checkpoints=config.activation_checkpoint.mode != "none" and config.compile.backend == "inductor",
-        float8=config.float8.enable_float8_linear,
-        device=job.device,
-    )
-    messages = [_describe_run(job, tasks.model, step), *notes, advice]
+    messages: list[str | None] = [_describe_run(job, tasks.model, step), *notes]
+    if not config.training.compile:
+        messages.append(compile_advice(float8=config.float8.enable_float8_linear, device=job.device))
     if not step:
         messages.append(precision_advice(config.training.mixed_precision_param, job.device))
     elif job.stored is not None and job.device.type == "cpu":
@@ -52,11 +48,8 @@ def opening(job: Job, tasks: PeriodicTasks, *, notes: list[str]) -> list[str]:
     elif not (config.checkpoint.enable_checkpoint or config.checkpoint.save_final):
         keep = "--checkpoint.save_final keeps those of the last step"
         messages.append(f"this run keeps no weights: {_NOT_SAVED}. {keep}")
-    if config.metrics.enable_sampling:
-        folder = job.run_directory.sample_path(0).parent
-        messages.append(tasks.grids.why_no_scores(folder, is_resumed=step > 0))
-        if (decoder := job.space.missing_decoder) is not None:
-            messages.append(f"grids show latent channels, not pictures: {decoder}")
+    if config.metrics.enable_sampling and (decoder := job.space.missing_decoder) is not None:
+        messages.append(f"grids show latent channels, not pictures: {decoder}")
     messages += _options_without_effect(config, job.device.type)
     return [message for message in messages if message is not None]
 

@@ -23,17 +23,16 @@ from torch import nn
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
 from torchditan.diffusion.objectives import uniform_objective, validation_objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
-from torchditan.errors import option_error
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.optim.meters import Meter, build_meters, measuring
 from torchditan.run.directory import UNREADABLE_FILE
-from torchditan.run.metrics import ALL_KEYS, MetricsLogger
+from torchditan.run.metrics import MetricsLogger
 from torchditan.sampling.drawing import Drawing
 from torchditan.sampling.sample_grids import Grids
 from torchditan.sampling.sampler import Sampler
-from torchditan.sampling.validation import BIN_KEYS, validation_losses
+from torchditan.sampling.validation import validation_losses
 from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
@@ -196,15 +195,11 @@ class PeriodicTasks:
             extra["corrupt_images_rank0"] = len(self.unreadable)
         if self.scaler is not None:
             extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
-        measured = [("metrics.meters", type(meter).__name__, meter.read()) for meter in self.measured]
         if self.progress.rollbacks:
             extra["rollbacks"] = self.progress.rollbacks
         means = {name: mean_over_ranks(mean, self.rank.world_size).item() for name, mean in result.means.items()}
         loss = means.pop("loss")
-        measured.append(("diffusion.objective", self.config.diffusion.objective, means))
-        for option, value, numbers in measured:
-            if taken := sorted(numbers.keys() & {*ALL_KEYS, *BIN_KEYS, *extra}):
-                raise option_error(option, value, f"logs {taken[0]}, a name that is taken; must have another name")
+        for numbers in (*(meter.read() for meter in self.measured), means):
             extra |= numbers
         record = self.logger.log(
             loss=loss,

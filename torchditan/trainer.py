@@ -435,7 +435,7 @@ class Trainer:
         config = self.config
         lr = self.schedule.rate(step, steps=config.training.steps, peak=config.optimizer.lr)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = lr * group["lr_scale"]
         return lr
 
     def count_step(self) -> None:

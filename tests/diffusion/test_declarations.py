@@ -100,7 +100,7 @@ def test_an_ingredient_without_changes_is_its_base() -> None:
     plain = build_objective(Diffusion(), spec)
     wrapped = build_objective(Diffusion(ingredients=[text, text]), spec)
     assert isinstance(wrapped, Own) and wrapped.root == plain
-    for name in ("numbers", "features", "heads", "table_bytes", "computes_more"):
+    for name in ("numbers", "features", "heads", "computes_more"):
         assert getattr(wrapped, name) == getattr(plain, name), name
     sampling = Config().sampling
     assert wrapped.num_evaluations(sampling) == plain.num_evaluations(sampling)

@@ -107,7 +107,8 @@ def test_one_ancestral_step_is_eulers() -> None:
 
 
 def test_guidance_extrapolates_from_null_inside_its_interval_and_on_its_channels() -> None:
-    model = Recorder(lambda x_t, t, cond: x_t * 0 + cond["class_label"].float().view(-1, 1, 1, 1))
+    """Further channels than those of x, such as a learned variance, are the conditional ones."""
+    model = Recorder(lambda x_t, t, cond: cond["class_label"].float().view(-1, 1, 1, 1).expand(-1, 8, 2, 2))
     x = torch.zeros(2, 4, 2, 2)
 
     def velocity(t: float, scale: float, channels: int | None = None) -> torch.Tensor:
@@ -124,7 +125,8 @@ def test_guidance_extrapolates_from_null_inside_its_interval_and_on_its_channels
     assert velocity(0.2, 3.0)[:, 0, 0, 0].tolist() == [1, 2]
     assert len(model.x_t) == 2  # outside the interval the null condition costs nothing
     assert velocity(0.5, 1.0)[:, 0, 0, 0].tolist() == [1, 2]
-    assert velocity(0.5, 3.0, channels=3)[0, :, 0, 0].tolist() == [-17, -17, -17, 1]
+    assert velocity(0.5, 3.0)[0, :, 0, 0].tolist() == [-17] * 4 + [1] * 4
+    assert velocity(0.5, 3.0, channels=3)[0, :, 0, 0].tolist() == [-17] * 3 + [1] * 5
 
 
 def test_an_objective_that_asks_for_features_is_refused_with_a_model_that_lacks_them(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from refusals import refused
 from torch import nn
 
 from torchditan.config.loader import load_config, parse_config
-from torchditan.config.options import Config, Diffusion, Model, Sampling
+from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.derivative import derivative
 from torchditan.diffusion.flow_matching import FlowMatching, wide
 from torchditan.diffusion.loss_flops import count_loss_flops
-from torchditan.diffusion.mean_flow import GUIDANCE, HEAD, INTERVAL, MeanFlow
+from torchditan.diffusion.mean_flow import GUIDANCE, INTERVAL, MeanFlow
 from torchditan.diffusion.objectives import build_objective, split
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.models import ClassLabels, ModelSpec, Unconditional, build_model_spec, scalars_of
@@ -199,7 +198,7 @@ def spec_of(objective: str, **options: Any) -> tuple[Diffusion, ModelSpec]:
     return diffusion, spec.with_heads(build_objective(diffusion, spec).heads)
 
 
-RATIOS = {"imf tangent=data": 4 / 3, "imf": 3 / 2, "imf guidance=true": 11 / 6, "imf velocity_head=true": 3 / 2}
+RATIOS = {"imf tangent=data": 4 / 3, "imf": 3 / 2, "imf guidance=true": 11 / 6}
 
 
 @pytest.mark.parametrize("objective", RATIOS)
@@ -275,26 +274,6 @@ def test_guidance_as_a_condition_takes_no_second_evaluation() -> None:
     assert [given["imf guidance=true"][name] for name in GUIDANCE] == [0.75, 0.1, 0.8]
 
 
-def test_the_velocity_head_gives_the_direction_and_is_trained() -> None:
-    diffusion, spec = spec_of("imf velocity_head=true")
-    objective = build_objective(diffusion, spec)
-    assert isinstance(objective, MeanFlow) and set(objective.heads) == {HEAD}
-    model = spec.build()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    randomness = draw(0, list(range(4)), (2, 8, 8), objective.numbers)
-    batch = {"sample": torch.randn(4, 2, 8, 8), "class_label": torch.arange(4)}
-    losses = objective.loss(model, batch, randomness)
-    losses.total.sum().backward()
-    assert losses.logged["velocity_head_loss"].min() > 0
-    heads: Any = model.heads
-    assert all(parameter.grad.abs().max() > 0 for parameter in heads.parameters())
-    heads[HEAD][2].bias.data.add_(1.0)  # another direction
-    changed = objective.loss(model, batch, randomness).logged["loss"]
-    assert torch.equal(changed[::2], losses.logged["loss"][::2])
-    assert not torch.allclose(changed[1::2], losses.logged["loss"][1::2])
-
-
 def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
     flags = ["--job.config_file=quickstart", "--diffusion.objective=imf"]
     config = load_config(flags)
@@ -311,9 +290,8 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
         (["--model.timestep_scale=1000"], "model.timestep_scale = 1000.0", ["imf", "1", "refit_time"]),
         (["--diffusion.prediction=x"], 'diffusion.prediction = "x"', ["imf", "v"]),
         (["--model.name=flux", "--model.flavor=debugmodel"], 'diffusion.objective = "imf"', ["flow_matching", "flux"]),
-        (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
-        (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),
         ([f"--diffusion.ingredients={ALIGNED}"], "diffusion.ingredients", ["imf", ALIGNED]),
+        (["--diffusion.objective=imf guidance=3", "--sampling.guidance_scale=4"], "sampling.guidance_scale = 4", ["3"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, mentions: list[str]) -> None:
@@ -321,16 +299,9 @@ def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, m
         load_config(["--job.config_file=quickstart", "--diffusion.objective=imf", *flags])
 
 
-@pytest.mark.parametrize(
-    ("text", "mentions"), [("imf tangent=noise", ["model", "data"]), ("imf guidance=1", ["true", "false", "above 1"])]
-)
-def test_wrong_options_are_refused_in_one_line(text: str, mentions: list[str]) -> None:
-    diffusion = Diffusion(objective=text)
-    spec = build_model_spec(
-        Model(flavor="debugmodel"), sample_shape=(2, 8, 8), num_classes=10, scalars=scalars_of(diffusion)
-    )
-    with refused(f'diffusion.objective = "{text}"', *mentions):
-        build_objective(diffusion, spec)
+def test_wrong_options_are_refused_in_one_line() -> None:
+    with refused('diffusion.objective = "imf tangent=noise"', "model", "data"):
+        spec_of("imf tangent=noise")
 
 
 def test_the_largest_scale_is_an_option() -> None:
@@ -340,13 +311,3 @@ def test_the_largest_scale_is_an_option() -> None:
     assert isinstance(objective, MeanFlow)
     strength = objective.guidance_of(Randomness(numbers))["guidance"]
     torch.testing.assert_close(1 / (1 - strength), torch.tensor([1.0, 3**0.5, 3.0]))
-    with refused("sampling.guidance_scale = 4", "1 to 3"):
-        load_config(["--diffusion.objective=imf guidance=3", "--sampling.guidance_scale=4"])
-
-
-def test_a_guidance_scale_below_1_was_not_learned() -> None:
-    argv = ["--diffusion.objective=imf guidance=true", "--sampling.guidance_scale=0.5"]
-    with refused("sampling.guidance_scale = 0.5", "1", "8"):
-        load_config(argv)
-    assert isinstance(load_config([*argv[1:], "--diffusion.objective=imf"]), Config)
-    assert math.isclose(load_config(["--diffusion.objective=imf guidance=true"]).sampling.guidance_scale, 2.0)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,27 +10,14 @@ import pytest
 import torch
 import torch.compiler.config as compiler_config
 import torch.nn.functional as F
+from tiny_runs import KEEP
 
 from torchditan.config.loader import load_config
-from torchditan.data_stream.datasets import Batch
 from torchditan.distributed.attention_backend import BACKENDS, preferring
-from torchditan.periodic_tasks import StepResult
-from torchditan.randomness import Randomness
 from torchditan.trainer import Trainer, attention_backend
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
-
-TINY = (
-    "--model.flavor=debugmodel",
-    "--model.patch_size=2",
-    "--dataset.num_workers=0",
-    "--training.global_batch_size=4",
-    "--training.mixed_precision_param=float32",
-    "--metrics.enable_sampling=false",
-    "--metrics.experiment_name=run",
-    "--checkpoint.enable_checkpoint",
-)
+    from tests.conftest import Train
 
 
 def kernel() -> str:
@@ -57,21 +42,18 @@ def test_a_preference_ends_with_its_body_and_is_part_of_the_key_of_compiled_code
 
 
 def test_a_run_trains_with_the_backend_that_is_set_and_a_resume_may_change_it(
-    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
     plain_step = Trainer.train_step
 
-    def train_step(trainer: Trainer, batches: Iterator[tuple[Batch, Randomness]]) -> StepResult:
+    def train_step(*arguments: Any) -> Any:
         seen.append(kernel())
-        return plain_step(trainer, batches)
+        return plain_step(*arguments)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    flags = [*TINY, f"--job.dump_folder={tmp_path}"]
-    outcome = run_script("train.py", *flags, "--training.steps=1", "--training.attention_backend=math")
-    assert outcome.code == 0, outcome.err
-    outcome = run_script("train.py", *flags, "--training.steps=2")
-    assert outcome.code == 0, outcome.err
+    train("run", *KEEP, "--training.steps=1", "--training.attention_backend=math")
+    train("run", *KEEP, "--training.steps=2")
     assert seen == ["math", "flash"]
     assert kernel() == "flash"
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchditan.config.options import Compile, Float8, Model
 from torchditan.distributed.float8 import convert_to_float8
-from torchditan.distributed.parallelize import compile_advice, parallelize
+from torchditan.distributed.parallelize import parallelize
 from torchditan.models import build_model_spec
 from torchditan.models.spec import ModelSpec
 
@@ -112,17 +112,15 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> CudaRules:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cuda_accepts_every_product_at_every_batch_size(name: str, rules: CudaRules) -> None:
+def test_cuda_accepts_every_product_at_an_odd_batch_size(name: str, rules: CudaRules) -> None:
     spec = spec_by_name(name)
-    for batch_size in (3, 16):
-        model = filled(spec)
-        convert_to_float8(model=model, spec=spec, config=Float8(True), batch_size=batch_size)
-        rules.num_products = 0
-        step(model, spec, batch_size=batch_size)
-        layers = layers_in_float8(model)
-        assert not rules.refused, (batch_size, rules.refused[0])
-        assert rules.num_products >= 2 * len(layers) > 0
-        assert not any(layer.endswith(PER_IMAGE) for layer in layers), layers
+    model = filled(spec)
+    convert_to_float8(model=model, spec=spec, config=Float8(True), batch_size=3)
+    step(model, spec, batch_size=3)
+    layers = layers_in_float8(model)
+    assert not rules.refused, rules.refused[0]
+    assert rules.num_products >= 2 * len(layers) > 0
+    assert not any(layer.endswith(PER_IMAGE) for layer in layers), layers
 
 
 def _cpu_scales_rows() -> bool:
@@ -198,17 +196,3 @@ def test_float8_is_right_sharded_checkpointed_and_compiled(mesh: DeviceMesh) -> 
     assert all(gradient.isfinite().all() for gradient in plain.values())
     for key, gradient in plain.items():
         assert torch.allclose(gradient, compiled[key], rtol=0.02, atol=0.02 * gradient.abs().max().item()), key
-
-
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-
-
-def test_float8_without_compile_warns_and_cuda_without_compile_gives_a_hint() -> None:
-    for device in (CUDA, CPU):
-        warning = compile_advice(compiles=False, checkpoints=True, float8=True, device=device)
-        assert warning is not None and "float8" in warning and "--training.compile" in warning
-        assert compile_advice(compiles=True, checkpoints=False, float8=True, device=device) is None
-    assert "--training.compile" in (compile_advice(compiles=False, checkpoints=True, float8=False, device=CUDA) or "")
-    assert compile_advice(compiles=False, checkpoints=True, float8=False, device=CPU) is None
-    assert compile_advice(compiles=True, checkpoints=True, float8=False, device=CPU) is None
-    assert "mix-order reduction" in (compile_advice(compiles=True, checkpoints=True, float8=False, device=CUDA) or "")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchditan.config.options import Compile, Model, Optimizer
+from torchditan.config.options import Model, Optimizer
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize, shard
 from torchditan.models import build_model_spec
@@ -24,7 +24,6 @@ from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 BATCH = 2
-DEPTH = 3
 
 
 def spec_of(**options: Any) -> Any:
@@ -52,24 +51,6 @@ def built(apply: Any, mesh: DeviceMesh, *, checkpointing: Any = "none", **option
     model.init_weights(0)
     randomise_zeros(model)
     return model
-
-
-def test_a_block_is_checkpointed_only_where_gradients_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling keeps nothing anyway, and torch 2.11 cannot checkpoint in forward mode, which MeanFlow needs."""
-    spec, calls = spec_of(), []
-
-    def checkpoint(forward: Any, *args: Any, use_reentrant: bool, preserve_rng_state: bool) -> Any:
-        calls.append(forward)
-        return forward(*args)
-
-    monkeypatch.setattr("torchditan.distributed.activation_checkpoint.checkpoint", checkpoint)
-    model = spec.build()
-    apply_activation_checkpoint(spec.blocks(model), mode="full")
-    with torch.no_grad():
-        loss_of(model, 0)
-    assert not calls
-    loss_of(model, 0)
-    assert len(calls) == DEPTH
 
 
 @torch.no_grad()
@@ -129,35 +110,6 @@ def test_one_process_in_float32_trains_the_plain_model_as_under_fully_shard_to_t
     assert_equal(*(train(model, num_micro_batches=num_micro_batches) for model in (plain, sharded)))
 
 
-def test_whatever_casts_or_moves_weights_is_fully_shard(mesh: DeviceMesh) -> None:
-    def with_stored_bfloat16(model: Any, *, blocks: nn.ModuleList, **options: Any) -> None:
-        blocks[0].requires_grad_(False).to(BFLOAT16)
-        parallelize(model, blocks=blocks, **options)
-
-    for apply, options in (
-        (parallelize, {"param_dtype": BFLOAT16}),
-        (parallelize, {"param_dtype": FLOAT32, "reduce_dtype": BFLOAT16}),
-        (parallelize, {"param_dtype": FLOAT32, "cpu_offload": True}),
-        (with_stored_bfloat16, {"param_dtype": FLOAT32}),
-    ):
-        model = built(apply, mesh, **options)
-        assert isinstance(model, FSDPModule) and all(isinstance(block, FSDPModule) for block in model.blocks)
-
-
-@pytest.mark.parametrize("options", [{"param_dtype": FLOAT32}, {"reduce_dtype": BFLOAT16}], ids=["param", "reduce"])
-def test_each_precision_changes_the_numbers(options: dict[str, Any], mesh: DeviceMesh) -> None:
-    usual, other = (train(built(parallelize, mesh, **chosen), num_micro_batches=2) for chosen in ({}, options))
-    assert any(not torch.equal(left, right) for left, right in zip(usual, other, strict=True))
-
-
-def test_one_shard_casts_its_weights_once_for_forward_and_backward(mesh: DeviceMesh) -> None:
-    model = built(parallelize, mesh)
-    loss = loss_of(model, 0)
-    assert {block.attn.qkv.weight.dtype for block in model.blocks} == {BFLOAT16}, "kept for the backward pass"
-    loss.backward()
-    assert {parameter.dtype for parameter in model.parameters()} == {FLOAT32}
-
-
 def test_writes_to_the_weights_reach_the_next_forward(mesh: DeviceMesh) -> None:
     model, other = built(parallelize, mesh), built(parallelize, mesh)
     ema = EMA(model, decay=0.5)
@@ -192,10 +144,3 @@ def test_two_forwards_may_precede_their_backward_passes(checkpointing: str, mesh
 
     for left, right in zip(gradients(together=True), gradients(together=False), strict=True):
         torch.testing.assert_close(left, right, rtol=2e-2, atol=2e-4)
-
-
-def test_a_model_in_one_graph_is_one_unit(mesh: DeviceMesh) -> None:
-    options: dict[str, Any] = {"mesh": mesh, "param_dtype": BFLOAT16, "reduce_dtype": FLOAT32}
-    model: Any = spec_of().build()
-    parallelize(model, blocks=model.blocks, compile=Compile(backend="aot_eager", scope="model"), **options)
-    assert isinstance(model, FSDPModule) and not any(isinstance(block, FSDPModule) for block in model.blocks)

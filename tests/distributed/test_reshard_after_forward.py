@@ -11,16 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from refusals import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchditan.config.loader import load_config
 from torchditan.distributed.parallelize import parallelize
 from torchditan.models.dit import DiT, DiTConfig
 
-OPTION = "training.reshard_after_forward"
 CONFIG = DiTConfig(
     depth=4, width=32, num_heads=2, patch_size=2, input_channels=2, image_size=(8, 8), num_classes=3, qk_norm=False
 )
@@ -99,8 +96,3 @@ def losses_on_two_ranks(rank: int, folder: str) -> None:
 @pytest.mark.usefixtures("fork_server")
 def test_losses_are_equal_to_the_bit(tmp_path: Path) -> None:
     mp.start_processes(losses_on_two_ranks, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
-
-
-def test_other_values_are_refused() -> None:
-    with refused(OPTION, "always, never"):
-        load_config([f"--{OPTION}=2"])

@@ -77,9 +77,3 @@ def test_products_have_a_forward_derivative() -> None:
         )
     assert exact is not None and ours is not None
     assert (ours.double() - exact).norm() < 0.01 * exact.norm()
-
-
-def test_a_compiler_sees_one_graph() -> None:
-    inputs = heads(16, 17)
-    compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(*inputs, padding(17)), attention(*inputs, padding(17)))

@@ -13,8 +13,7 @@ from refusals import refused
 
 from torchditan.config.options import Model
 from torchditan.models import ModelSpec, build_model_spec
-from torchditan.models.dit import FLAVORS, Block, DiT, DiTConfig
-from torchditan.models.flops import count_model_flops
+from torchditan.models.dit import Block, DiT, DiTConfig
 from torchditan.optim.optimizers import parameters_without_decay
 from torchditan.registry import BLOCKS
 
@@ -70,31 +69,15 @@ def test_adaln_single_starts_with_blocks_that_are_the_identity() -> None:
     assert len(tables) == 3 + 1 and tables <= parameters_without_decay(model)
 
 
-PARAMETERS = {("DiT-XL", 2): (675_129_632, 457_491_488)}
-"""Of the official preset, with adaLN and with adaLN-single. docs/recipes.md#conditioning has these numbers."""
-
-
-@pytest.mark.parametrize(("flavor", "patch_size"), PARAMETERS)
-def test_adaln_single_has_the_parameters_of_the_page(flavor: str, patch_size: int) -> None:
+def test_adaln_single_saves_the_modulations_of_all_blocks_but_one() -> None:
     counts = []
     for conditioning in ("adaln", "adaln_single"):
-        spec = spec_of(flavor=flavor, preset="official", patch_size=patch_size, conditioning=conditioning)
         with torch.device("meta"):
-            counts.append(sum(parameter.numel() for parameter in spec.build().parameters()))
-    depth, width = FLAVORS[flavor].depth, FLAVORS[flavor].width
+            model = spec_of(flavor="DiT-XL", preset="official", conditioning=conditioning).build()
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    depth, width = 28, 1152
     in_blocks, in_final_layer = 6 * width**2 + 6 * width, 2 * width**2 + 2 * width
     assert counts[0] - counts[1] == (depth - 1) * in_blocks - depth * 6 * width + in_final_layer - 2 * width
-    assert tuple(counts) == PARAMETERS[flavor, patch_size]
-
-
-def test_flops_count_the_shared_modulation_once() -> None:
-    each, single = (
-        count_model_flops(spec_of(flavor="DiT-S", conditioning=conditioning))
-        for conditioning in ("adaln", "adaln_single")
-    )
-    width = 384  # a product is 2 FLOPs, and 3 times that with the backward; features of t have no gradient
-    assert single.per_image == 6 * (6 * width**2 + 256 * width + width**2) - 2 * 256 * width
-    assert (single.per_token, single.attention) == (each.per_token, each.attention)
 
 
 class PlugIn(Block):

@@ -102,14 +102,6 @@ def test_label_and_timestep_change_the_prediction(conditioning):
     assert (prediction - later).abs().amax(dim=(1, 2, 3)).min() > 1e-3
 
 
-def test_samples_of_a_batch_do_not_see_each_other():
-    config = tiny_config()
-    model = random_model(config, DiT)
-    x_t, t, cond = inputs(config)
-    one = model(x_t[1:2], t[1:2], {"class_label": cond["class_label"][1:2]})
-    torch.testing.assert_close(model(x_t, t, cond)[1:2], one)
-
-
 @pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
 def test_rope_makes_attention_scores_depend_on_the_offset_alone(conditioning):
     config = tiny_config(conditioning=conditioning)

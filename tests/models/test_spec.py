@@ -24,15 +24,6 @@ def test_a_preset_decides_what_the_options_leave_open(preset):
     assert {option: getattr(config, option) for option in PRESETS[preset]} == PRESETS[preset]
 
 
-def test_options_override_the_preset():
-    options = {"learn_sigma": False, "qk_norm": True, "mlp": "swiglu", "position": "rope"}
-    spec = build_model_spec(Model(preset="official", **options), **DIGITS)
-    config = spec.config
-    assert {option: getattr(config, option) for option in options} == options
-    assert spec.learn_sigma is False
-    assert config.norm_type == "np_layernorm"
-
-
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_every_flavor_builds_on_meta_and_shows_its_blocks(flavor):
     spec = build_model_spec(Model(flavor=flavor), sample_shape=(16, 64, 32), num_classes=1000)
@@ -99,10 +90,6 @@ def test_an_architecture_is_a_function_and_a_line_of_the_registry(monkeypatch, r
     flags = ["--model.name=mine", "--dataset.dataset_name=dummy", "--dataset.image_size=8", "--model.input_channels=3"]
     spec = build_model_spec(load_config([*flags, "--model.flavor=small"]).model, sample_shape=(3, 8, 8), num_classes=2)
     assert (spec.name, spec.flavor) == ("mine", "small")
-    with pytest.raises(ConfigError, match="must be small"):
-        build_model_spec(load_config([*flags, "--model.flavor=large"]).model, sample_shape=(3, 8, 8), num_classes=2)
-    with pytest.raises(ConfigError, match=r"one of dit, mine, flux, .*qwen_image, or module:name; did you mean mine\?"):
-        load_config(["--model.name=mina"])
     with pytest.raises(ConfigError, match=r"lora.rank = 2: .*published"):
         load_config([*flags, "--model.flavor=small", "--lora.rank=2"])
     flags += ["--model.flavor=small", "--dataset.num_classes=2", "--training.steps=1", "--training.batch_size=2"]

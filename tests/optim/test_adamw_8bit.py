@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,18 +83,6 @@ def test_it_trains_as_adamw_with_a_quarter_of_its_moments() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_each_step_takes_the_learning_rate_it_is_given() -> None:
-    model = small_model()
-    optimizer = build_optimizer(model, Optimizer(name="AdamW8bit"))
-    take_step(model, optimizer, 0)
-    before = model[0].weight.detach().clone()
-    take_step(model, optimizer, 1, rate=0.0)
-    assert torch.equal(model[0].weight, before)
-    take_step(model, optimizer, 2, rate=1e-3)
-    assert 0 < (model[0].weight - before).abs().max() < 2e-3
-
-
-@pytest.mark.usefixtures("uncompiled")
 def test_a_nonfinite_gradient_never_reaches_weights_or_moments() -> None:
     model = small_model()
     optimizer = build_optimizer(model, Optimizer(name="AdamW8bit", lr=1e-2))
@@ -118,12 +104,6 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments() -> None:
     optimizer.zero_grad()
     step(3, 1.0)
     assert not torch.equal(parameters[0], weights[0])
-
-
-def test_without_torchao_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match="the package torchao is missing: pip install"):
-        build_optimizer(small_model(), Optimizer(name="AdamW8bit"))
 
 
 def test_its_checkpoints_are_not_written_aside() -> None:
@@ -184,32 +164,3 @@ def test_two_ranks_resume_to_the_bit_and_one_continues_within_rounding(tmp_path:
     assert alone["losses"] == pytest.approx(again["losses"], rel=1e-3)
     for left, right in zip(alone["weights"], again["weights"], strict=True):
         assert torch.allclose(left, right, atol=1e-4)
-
-
-def step_after_the_other_rank(rank: int, world_size: int, folder: str) -> None:
-    """One step of a layer of 11 rows, 6 on rank 0 and 5 on rank 1, which compiles once rank 0 has filled the cache."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        torch.manual_seed(0)
-        model: Any = nn.Linear(4, 11, bias=False)
-        reference = model.weight.detach().clone()
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",)))
-        optimizer = build_optimizer(model, Optimizer(name="AdamW8bit", lr=0.1, weight_decay=0.0))
-        model(torch.ones(2, 4)).sum().backward()
-        if rank == 1:
-            dist.barrier()
-        optimizer.step()
-        if rank == 0:
-            dist.barrier()
-        # The first update of Adam is the learning rate times the sign of the gradient, which is positive here.
-        assert torch.allclose(model.weight.full_tensor(), reference - 0.1, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.nightly
-def test_ranks_with_shards_of_different_sizes_share_a_compile_cache(tmp_path: Path) -> None:
-    mp.spawn(step_after_the_other_rank, args=(2, str(tmp_path)), nprocs=2)

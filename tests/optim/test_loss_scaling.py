@@ -19,6 +19,8 @@ from torchditan.optim.loss_scaling import INITIAL_SCALE, LossScaler
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
+    from zoo import Zoo
+
     from tests.conftest import Train
 
 CPU = torch.device("cpu")
@@ -67,13 +69,13 @@ def test_the_scale_grows_again(monkeypatch) -> None:
     assert scales == [1, 1, 2, 2, 2, 4]
 
 
-def test_a_run_in_float16_follows_float32_and_resumes_with_its_scale(train: Train, tmp_path: Path) -> None:
-    losses = {}
-    for precision in ("float32", "float16"):
-        train(precision, *KEEP, f"--training.mixed_precision_param={precision}")
-        losses[precision] = [record["loss"] for record in read_metrics(tmp_path / precision)]
-    assert losses["float16"] != losses["float32"]
-    assert losses["float16"] == pytest.approx(losses["float32"], rel=2e-3)
-    train("float16", *KEEP, "--training.mixed_precision_param=float16", "--training.steps=8")
+def test_a_run_in_float16_follows_float32_and_resumes_with_its_scale(train: Train, zoo: Zoo, tmp_path: Path) -> None:
+    half = [*KEEP, "--training.mixed_precision_param=float16"]
+    train("float16", *half)
+    losses, expected = (
+        [record["loss"] for record in read_metrics(run)] for run in (tmp_path / "float16", zoo("digits"))
+    )
+    assert losses != expected and losses == pytest.approx(expected, rel=2e-3)
+    train("float16", *half, "--training.steps=8")
     progress = json.loads((tmp_path / "float16/checkpoint/step-00000008/progress.json").read_text())
     assert progress["loss_scale"] == INITIAL_SCALE and progress["loss_scale_steps"] == 8

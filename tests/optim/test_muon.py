@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from refusals import refused
+from tiny_runs import KEEP, job
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -37,7 +38,7 @@ from torchditan.optim.optimizers import (
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import Outcome, RunDistributed, RunScript
+    from tests.conftest import RunDistributed, Train
 
 MUON = "--optimizer.name=Muon"
 FLOAT32 = "--optimizer.ns_dtype=float32"
@@ -132,10 +133,8 @@ def test_in_bfloat16_it_is_torchs_muon_on_each_matrix(adjust_lr_fn: Any, nestero
 def test_the_adamw_part_follows_the_schedule_at_its_own_rate() -> None:
     model = small_dit()
     optimizer = build_optimizer(model, Optimizer(name="Muon", lr=0.02, adamw_lr=0.001))
-    scales = [group.get("lr_scale", 1.0) for part in optimizer_parts(optimizer) for group in part.param_groups]
+    scales = [group["lr_scale"] for part in optimizer_parts(optimizer) for group in part.param_groups]
     assert scales == [1, 1, 1, 0.05, 0.05]
-    same = build_optimizer(model, Optimizer(name="Muon", lr=0.02))
-    assert all("lr_scale" not in group for group in same.param_groups)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 0.0])
@@ -227,24 +226,7 @@ def test_the_planner_counts_its_state_and_its_flops() -> None:
         assert bound.products - adamw.products == pytest.approx(plans[1].optimizer_flops / flops)
 
 
-TINY = [
-    *("--job.config_file=quickstart", "--model.flavor=debugmodel", "--training.mixed_precision_param=float32"),
-    *("--training.global_batch_size=8", "--dataset.num_workers=0", "--validation.freq=0", "--metrics.log_freq=1"),
-    *("--metrics.enable_sampling=false", "--lr_scheduler.warmup_steps=0", "--optimizer.lr=0.002"),
-    *("--lr_scheduler.schedule=constant", MUON),
-]
-Train = Callable[..., "Outcome"]
-
-
-@pytest.fixture
-def train(run_script: RunScript, tmp_path: Path) -> Train:
-    def run(name: str, *flags: str) -> Outcome:
-        where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
-        outcome = run_script("train.py", *TINY, *where, *flags)
-        assert outcome.code == 0, outcome.err
-        return outcome
-
-    return run
+FLAGS = [MUON, "--optimizer.lr=0.002", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.schedule=constant"]
 
 
 def curve(run: Path) -> list[float]:
@@ -257,11 +239,11 @@ def stored(run: Path, step: int) -> dict[str, Any]:
 
 
 def test_it_resumes_to_the_bit_also_from_a_background_save(train: Train, tmp_path: Path) -> None:
-    keep = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3"]  # the first gradients of the blocks are 0
-    train("whole", "--training.steps=5", *keep)
+    keep = [*KEEP, "--checkpoint.interval=3"]  # the first gradients of the blocks are 0
+    train("whole", *FLAGS, "--training.steps=5", *keep)
     keep.append("--checkpoint.async_mode=async")
-    train("resumed", "--training.steps=3", *keep)
-    assert "resumed at step 3" in train("resumed", "--training.steps=5", *keep).out
+    train("resumed", *FLAGS, "--training.steps=3", *keep)
+    assert "resumed at step 3" in train("resumed", *FLAGS, "--training.steps=5", *keep).out
     assert curve(tmp_path / "resumed") == curve(tmp_path / "whole")
     left, right = stored(tmp_path / "whole", 5), stored(tmp_path / "resumed", 5)
     assert sum("momentum_buffer" in name for name in left) == 3 * 4
@@ -270,13 +252,14 @@ def test_it_resumes_to_the_bit_also_from_a_background_save(train: Train, tmp_pat
 
 
 def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train, tmp_path: Path) -> None:
-    train("plain", "--training.steps=3", FLOAT32)
-    train("offloaded", "--training.steps=3", FLOAT32, "--training.enable_cpu_offload")
-    train("halves", "--training.steps=3", FLOAT32, "--training.batch_size=4")
+    flags = [*FLAGS, FLOAT32, "--training.steps=3"]
+    train("plain", *flags)
+    train("offloaded", *flags, "--training.enable_cpu_offload")
+    train("halves", *flags, "--training.batch_size=4")
     assert curve(tmp_path / "offloaded") == curve(tmp_path / "plain")
     assert curve(tmp_path / "halves") == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
     records = read_metrics(tmp_path / "plain")
-    spec = build_model_spec(Model(flavor="debugmodel"), sample_shape=(1, 8, 8), num_classes=10)
+    spec = build_model_spec(Model(flavor="debugmodel", patch_size=2), sample_shape=(1, 8, 8), num_classes=10)
     shapes = [(name, tuple(weight.shape)) for name, weight in spec.build().named_parameters()]
     per_image = count_model_flops(spec).total + optimizer_flops(Optimizer(name="Muon"), shapes) / 8
     assert records[-1]["tflops_per_device"] * 1e12 == pytest.approx(records[-1]["images_per_second"] * per_image)
@@ -286,15 +269,7 @@ def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train
     ("flags", "about", "mentions"),
     [
         (["--optimizer.adamw_lr=0.5"], "optimizer.adamw_lr = 0.5", ["optimizer.name", "Muon"]),
-        (["--optimizer.name", "Muon moment=1"], 'optimizer.name = "Muon moment=1"', ["momentum", "nesterov"]),
         (["--optimizer.name", "Muon momentum=1"], 'optimizer.name = "Muon momentum=1"', ["momentum must", "below 1"]),
-        (
-            ["--optimizer.name", "Muon ns_steps=2.5"],
-            'optimizer.name = "Muon ns_steps=2.5"',
-            ["an integer", "at least 1"],
-        ),
-        (["--optimizer.name", "Muon nesterov=5"], 'optimizer.name = "Muon nesterov=5"', ["nesterov", "true or false"]),
-        (["--optimizer.name", "Muon adjust_lr_fn=foo"], "optimizer.name", ["original, match_rms_adamw"]),
         (["--optimizer.name", "Muon adjust_lr_fn=original"], "optimizer.adamw_lr = none", ["original"]),
         ([MUON, "--optimizer.adamw_lr=0.1", "--optimizer.lr=0"], "optimizer.adamw_lr = 0.1", ["optimizer.lr", "0"]),
         ([MUON, *PUBLISHED, "--lora.rank=4"], 'optimizer.name = "Muon"', ["AdamW", "AdamW8bit", "published model"]),
@@ -364,11 +339,9 @@ def test_two_ranks_follow_the_curve_of_one(train: Train, run_distributed: RunDis
     limits = {"float32": 1e-5, "bfloat16": 1e-3}
     jobs = []
     for dtype in limits:
-        own = [f"--optimizer.ns_dtype={dtype}", "--training.steps=8"]
+        own = [*FLAGS, f"--optimizer.ns_dtype={dtype}", "--training.steps=8"]
         train(f"alone-{dtype}", *own)
-        for number, mode in enumerate(MODES):
-            where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={number}-{dtype}"]
-            jobs.append([*TINY, *own, *mode, *where])
+        jobs += [job(tmp_path / f"{number}-{dtype}", *own, *mode) for number, mode in enumerate(MODES)]
     result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], 2)
     assert result.returncode == 0, result.stderr
     for dtype, limit in limits.items():

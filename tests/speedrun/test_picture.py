@@ -17,7 +17,7 @@ from PIL import Image
 from run import Trial
 
 from torchditan.datasets.earth import Earth
-from torchditan.sampling.drawing import order_of_classes
+from torchditan.extras.evaluation.class_balance import order_of_classes
 
 pytestmark = pytest.mark.nightly
 

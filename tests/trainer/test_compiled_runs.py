@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,51 +11,20 @@ import pytest
 import torch
 import torch._dynamo
 from refusals import assert_refused
+from tiny_runs import job
 from torch._dynamo.utils import counters
+from zoo import DRAWN, KEPT, VALIDATED
 
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import Outcome, RunDistributed, RunScript
+    from zoo import Zoo
 
-TINY = [
-    "--model.flavor=debugmodel",
-    "--model.overrides=depth=2",
-    "--model.patch_size=4",
-    "--dataset.num_workers=0",
-    "--training.mixed_precision_param=float32",
-    "--training.global_batch_size=16",
-    "--training.batch_size=4",
-    "--training.steps=6",
-    "--optimizer.lr=1e-2",
-    "--lr_scheduler.warmup_steps=3",
-    "--metrics.log_freq=1",
-]
+    from tests.conftest import RunDistributed, RunScript, Train
+
 # Validation, samples of the EMA and checkpoints change the weights that the modules hold. Their batches have other
 # sizes, and the last ones are smaller.
-EVERYTHING = [
-    "--validation.freq=2",
-    "--validation.num_images=21",
-    "--metrics.sample_freq=2",
-    "--metrics.sample_batch_size=3",
-    "--sampling.num_steps=1",
-    "--sampling.max_classes=2",
-    "--sampling.images_per_class=2",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=2",
-]
-NOTHING = ["--validation.freq=0", "--metrics.enable_sampling=false"]
-REPLICATE = "--training.data_parallel_replicate_degree"
-Train = Callable[..., "Outcome"]
-
-
-@pytest.fixture
-def train(run_script: RunScript, tmp_path: Path) -> Train:
-    return lambda name, *flags: run_script("train.py", *job(tmp_path / name, *flags))
-
-
-def job(run: Path, *flags: str) -> list[str]:
-    return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
+EVERYTHING = [*KEPT, *DRAWN, *VALIDATED, "--training.batch_size=4", "--validation.num_images=5"]
 
 
 def compiled(scope: str) -> list[str]:
@@ -67,28 +35,24 @@ def curve(run: Path) -> list[float]:
     return [record[key] for record in read_metrics(run) for key in ("loss", "grad_norm")]
 
 
-@pytest.mark.parametrize("scope", ["block", "model"])
-def test_a_run_compiles_one_graph_and_follows_the_curve(scope: str, tmp_path: Path, train: Train) -> None:
-    assert train("eager", *NOTHING).code == 0
+def test_a_run_compiles_one_graph_and_follows_the_curve(zoo: Zoo, tmp_path: Path, train: Train) -> None:
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        outcome = train("compiled", *EVERYTHING, *compiled(scope))
-    assert outcome.code == 0, outcome.err
+        train("compiled", *EVERYTHING, *compiled("block"))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert (tmp_path / "compiled" / "samples" / "step_00000004.png").exists()
-    assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=1e-5)
+    assert curve(tmp_path / "compiled") == pytest.approx(curve(zoo("digits")), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_two_ranks_of_ddp_follow_the_curve_of_one_process(
-    tmp_path: Path, train: Train, run_distributed: RunDistributed
+    zoo: Zoo, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
-    assert train("eager", *NOTHING).code == 0
-    arguments = job(tmp_path / "ddp", *NOTHING, *compiled("model"), f"{REPLICATE}=2")
-    result = run_distributed(["tests/trainer/test_training.py", json.dumps([arguments])], 2)
+    flags = [*EVERYTHING, *compiled("model"), "--training.data_parallel_replicate_degree=2"]
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps([job(tmp_path / "ddp", *flags)])], 2)
     assert result.returncode == 0, result.stderr
-    assert curve(tmp_path / "ddp") == pytest.approx(curve(tmp_path / "eager"), rel=1e-5)
+    assert curve(tmp_path / "ddp") == pytest.approx(curve(zoo("digits")), rel=1e-5)
 
 
 def test_a_model_that_sets_hooks_refuses_to_be_one_graph(tmp_path: Path, run_script: RunScript) -> None:

@@ -4,37 +4,35 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from minimal_parts import ALIGNED
-from tiny_runs import KEEP, job
+from tiny_runs import job
+from zoo import DRAWN, KEPT, VALIDATED
 
 from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
+    from zoo import Zoo
+
     from tests.conftest import RunDistributed, Train
 
 FULL, OP = "--activation_checkpoint.mode=full", "--activation_checkpoint.selective_ac_option=op"
 SELECTIVE = "--activation_checkpoint.mode=selective"
 CONTEXT, REPLICATE = "--training.context_parallel_degree", "--training.data_parallel_replicate_degree"
 COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
-GRIDS = ["--metrics.enable_sampling", "--sampling.num_steps=2", "--sampling.max_classes=3"]
-GRIDS += ["--sampling.images_per_class=1", "--validation.freq=6", "--validation.num_images=5"]
 TEXT = ["--dataset.dataset_name=dummy", "--dataset.image_size=8", "--model.input_channels=4"]
 TEXT += ["--dataset.num_classes=0", "--model.text=in_context", "--model.text_tokens=5", "--model.text_width=8"]
 WAYS = {  # flags of what is trained
-    "plain": GRIDS,
+    "plain": [*DRAWN, *VALIDATED],
     "in context": ["--model.conditioning=in_context"],
     "head": [f"--diffusion.ingredients={ALIGNED}"],
     "official": ["--model.preset=official", "--diffusion.objective=ddpm"],
     "text": TEXT,
 }
-TWO = [
-    ("plain", [f"{CONTEXT}=2", "--training.batch_size=4"]),
-    ("head", [f"{CONTEXT}=2", FULL]),
-]
 MORE_TWO = [
     ("in context", [f"{CONTEXT}=2", FULL]),
     ("plain", [f"{CONTEXT}=2", SELECTIVE, OP]),
@@ -82,11 +80,8 @@ def assert_same_grid(first: Path, second: Path) -> None:
     assert ImageChops.difference(one.crop(below_the_title), two.crop(below_the_title)).getextrema()[1] <= 1
 
 
-@pytest.mark.parametrize(
-    ("world_size", "modes"),
-    [(2, TWO), pytest.param(2, MORE_TWO, marks=pytest.mark.nightly), pytest.param(4, FOUR, marks=pytest.mark.nightly)],
-    ids=["2", "2, more", "4"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world_size", "modes"), [(2, MORE_TWO), (4, FOUR)], ids=["2", "4"])
 def test_ranks_that_share_tokens_follow_the_curve_of_one_process(
     world_size: int, modes: list[tuple[str, list[str]]], tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:
@@ -103,18 +98,25 @@ def test_ranks_that_share_tokens_follow_the_curve_of_one_process(
             assert_same_grid(run, tmp_path / way)
 
 
-def test_a_run_continues_on_another_degree(tmp_path: Path, train: Train, run_distributed: RunDistributed) -> None:
-    flags = [*KEEP, "--training.batch_size=4"]
-    train("whole", *flags)
-    train("split later", *flags, "--training.steps=3")
-    split = f"{CONTEXT}=2"
+def test_two_ranks_follow_the_curve_of_one_process_and_a_run_continues_on_another_degree(
+    zoo: Zoo, tmp_path: Path, train: Train, run_distributed: RunDistributed
+) -> None:
+    flags, split = [*KEPT, *WAYS["plain"]], [f"{CONTEXT}=2", "--training.batch_size=4"]
+    shutil.copytree(zoo("digits"), tmp_path / "split later")
+    shutil.rmtree(tmp_path / "split later/checkpoint/step-00000006")
+    train("head", *WAYS["head"])
     jobs = [
-        job(tmp_path / "split later", *flags, split),
-        job(tmp_path / "split first", *flags, split, "--training.steps=3"),
+        job(tmp_path / "plain/run", *flags, *split),
+        job(tmp_path / "split later", *flags, *split),
+        job(tmp_path / "split head", *WAYS["head"], *split, FULL),
     ]
     output = run_jobs(run_distributed, jobs, 2)
-    assert "resumed at step 3" in output
-    assert "batch_size 4 x 2 micro-batches x 1 group of 2 ranks = global batch 8" in output
-    assert "resumed at step 3" in train("split first", *flags).out
-    for run in ("split later", "split first"):
-        assert_same_curve(tmp_path / run, tmp_path / "whole")
+    assert "context parallelism over" in output and "resumed at step 3" in output
+    for run in ("plain/run", "split later"):
+        assert_same_curve(tmp_path / run, zoo("digits"))
+    assert flops_per_image(tmp_path / "plain/run") == pytest.approx(flops_per_image(zoo("digits")))
+    assert_same_grid(tmp_path / "plain/run", zoo("digits"))
+    assert_same_curve(tmp_path / "split head", tmp_path / "head")
+    shutil.rmtree(tmp_path / "plain/run/checkpoint/step-00000006")
+    assert "resumed at step 3" in train("plain/run", *flags).out
+    assert_same_curve(tmp_path / "plain/run", zoo("digits"))

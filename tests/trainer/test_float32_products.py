@@ -10,29 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchditan.data_stream.datasets import Batch
 from torchditan.extras.evaluation.evaluator import Evaluator
 from torchditan.extras.evaluation.metric import Pictures
 from torchditan.extras.latents.latent_space import decode_with
-from torchditan.periodic_tasks import StepResult
-from torchditan.randomness import Randomness
 from torchditan.run.reading import read_config
 from torchditan.trainer import Trainer
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import Train
 
-TINY = (
-    "--model.flavor=debugmodel",
-    "--dataset.num_workers=0",
-    "--training.mixed_precision_param=float32",
-    "--training.global_batch_size=4",
-    "--metrics.enable_sampling=false",
-    "--metrics.experiment_name=run",
-    "--checkpoint.enable_checkpoint",
-)
 BACKENDS: Any = torch.backends
-SETTINGS = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+SETTINGS = {"highest": ("ieee", "ieee"), "medium": ("tf32", "bf16")}
 """Precision of products on CUDA and on a CPU."""
 
 
@@ -47,28 +35,23 @@ def in_medium() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_a_run_computes_in_its_precision_records_it_and_resets_it(
-    precision: str, run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, str]] = []
 
-    def train_step(trainer: Trainer, batches: Iterator[tuple[Batch, Randomness]]) -> StepResult:
+    def train_step(*arguments: Any) -> Any:
         seen.append(settings())
-        return plain_step(trainer, batches)
+        return plain_step(*arguments)
 
     plain_step = Trainer.train_step
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    flags = [*TINY, f"--job.dump_folder={tmp_path}", f"--training.float32_matmul_precision={precision}"]
-    # As the container images of a vendor set it with an environment variable.
-    torch.set_float32_matmul_precision("high")
-    outcome = run_script("train.py", *flags, "--training.steps=2")
-    assert outcome.code == 0, outcome.err
-    assert seen == [SETTINGS[precision]] * 2
+    torch.set_float32_matmul_precision("high")  # as the container images of a vendor set it
+    train("run", "--training.float32_matmul_precision=medium", "--training.steps=2")
+    assert seen == [SETTINGS["medium"]] * 2
     assert settings() == SETTINGS["highest"]
     stored = read_config(tmp_path / "run")
-    assert stored["config"]["training"]["float32_matmul_precision"] == precision
-    assert stored["trajectory"]["training.float32_matmul_precision"] == precision
+    assert stored["trajectory"]["training.float32_matmul_precision"] == "medium"
 
 
 class Recorder:
@@ -109,13 +92,3 @@ def test_metrics_and_autoencoders_compute_in_float32_inside_a_run() -> None:
     decode_with(recorder, torch.zeros(1, 4, 2, 2))
     assert recorder.seen == [SETTINGS["highest"]] * 3
     assert settings() == SETTINGS["medium"]
-
-
-def product(device: str, precision: str) -> torch.Tensor:
-    """(512, 512) on the CPU, of the same factors each time."""
-    factors = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(device)
-    torch.set_float32_matmul_precision(precision)
-    try:
-        return (factors[0] @ factors[1]).cpu()
-    finally:
-        torch.set_float32_matmul_precision("highest")

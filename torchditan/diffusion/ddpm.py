@@ -91,10 +91,6 @@ class DDPM(Objective):
         if sampling.num_steps == 1 and sampling.spacing == "leading":
             yield "sampling.spacing", "with one step, leading starts at the data; must be trailing or linspace"
 
-    @property
-    def table_bytes(self) -> int:
-        return 4 * NUM_LEVELS * len(Levels._fields)
-
     def model_time(self, t: Any) -> Any:
         """1 - t. A number is rounded, so that t = 0.8 is level 200 and not the one before it."""
         return 1 - t if isinstance(t, torch.Tensor) else round(1 - t, 9)

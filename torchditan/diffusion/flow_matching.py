@@ -107,13 +107,9 @@ class FlowMatching(Objective):
         velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t_wide)
         predicted = self.velocity(prediction.float(), x_t, t_wide)
         loss = (predicted - velocity).square().flatten(1).mean(1)
-        return loss if self.min_snr_gamma is None else loss * self.weight(t)
-
-    def weight(self, t: torch.Tensor) -> torch.Tensor:
-        """Weight of the squared velocity error at t (B,): (B,) float32."""
         if self.min_snr_gamma is None:
-            return torch.ones_like(t)
-        return predictions.min_snr_weight(t, kind=self.prediction, gamma=self.min_snr_gamma)
+            return loss
+        return loss * predictions.min_snr_weight(t, kind=self.prediction, gamma=self.min_snr_gamma)
 
     def sample(
         self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise

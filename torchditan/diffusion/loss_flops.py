@@ -47,9 +47,6 @@ def count_loss_flops(config: Diffusion, spec: ModelSpec) -> ModelFlops:
 def example_batch(spec: ModelSpec, objective: Objective, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
     """The tensors that the trainer has on the device at the start of the step, on the meta device."""
     with torch.device("meta"):
-        sample = torch.empty(batch_size, *spec.sample_shape)
-        batch = {"sample": sample, "index": torch.empty(batch_size, dtype=torch.int64)}
-        for name, (shape, dtype) in spec.conditioning.tensors.items():
-            batch[name] = torch.empty(batch_size, *shape, dtype=dtype)
-        shapes = {"normal": sample.shape, "uniform": sample.shape[:1]}
+        batch = spec.example_batch(batch_size)
+        shapes = {"normal": batch["sample"].shape, "uniform": (batch_size,)}
         return batch, Randomness({name: torch.empty(shapes[kind]) for name, kind in objective.numbers.items()})

@@ -36,8 +36,7 @@ from torchditan.diffusion.flow_matching import FlowMatching, wide
 from torchditan.diffusion.objectives import Inputs, Losses
 from torchditan.diffusion.samplers import Prediction, StepNoise
 from torchditan.errors import option_error
-from torchditan.models.dit import unpatchify
-from torchditan.models.spec import Condition, Head, Unconditional
+from torchditan.models.spec import Condition, Unconditional
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness
 from torchditan.registry import OBJECTIVES, entry_name, resolve
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
     from torchditan.models.spec import ModelSpec
 
-HEAD = "velocity"
 INTERVAL = "interval"
 GUIDANCE = ("guidance", "guidance_start", "guidance_end")
 LARGEST_SCALE = 8.0
@@ -62,8 +60,6 @@ class MeanFlow(FlowMatching):
     guidance: float = field(default=0.0, kw_only=True)
     """The largest guidance scale to learn. Training draws scales from 1 to this, uniform in their logarithm. 0: the
     model gets neither scale nor interval."""
-    velocity_head: tuple[str, int, int, int] | None = field(default=None, kw_only=True)
-    """(feature, width, patch size, channels) of a head that predicts the velocity; None: it is u at h = 0."""
 
     batch_multiple = 2
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -74,19 +70,13 @@ class MeanFlow(FlowMatching):
 
     @classmethod
     def build(
-        cls,
-        config: Diffusion,
-        spec: ModelSpec,
-        tangent: str = "model",
-        velocity_head: bool = False,
-        guidance: bool | float = False,
+        cls, config: Diffusion, spec: ModelSpec, tangent: str = "model", guidance: bool | float = False
     ) -> MeanFlow:
         """Build it from its options.
 
         Args:
             config, spec: as in `Objective.build`.
             tangent: model (improved MeanFlow) or data (MeanFlow).
-            velocity_head: train a head of two layers for the model's own velocity, instead of u at h = 0.
             guidance: give the guidance scale and interval to the model: the largest scale to learn, or true for 8.
 
         Raises:
@@ -103,20 +93,8 @@ class MeanFlow(FlowMatching):
             refuse("guidance", guidance, "must be true, false, or the largest scale to learn, a number above 1")
         if largest and isinstance(spec.conditioning, Unconditional):
             refuse("guidance", str(guidance).lower(), "needs labels or captions; leave it out")
-        head = None
-        if velocity_head and spec.can_have_heads:
-            head = (spec.features[-1], spec.config.width, spec.config.patch_size, spec.sample_shape[0])
-        elif velocity_head:
-            refuse("velocity_head", "true", f"needs a head, which {spec.name} cannot have; leave it out")
         plain = FlowMatching.build(config, spec)
-        return cls(
-            plain.conditioning,
-            plain.timesteps,
-            plain.label_dropout,
-            tangent=tangent,
-            guidance=largest,
-            velocity_head=head,
-        )
+        return cls(plain.conditioning, plain.timesteps, plain.label_dropout, tangent=tangent, guidance=largest)
 
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -157,17 +135,6 @@ class MeanFlow(FlowMatching):
         return {**NOISE_TIMESTEP_DROPOUT, **others}
 
     @property
-    def heads(self) -> Mapping[str, Head]:
-        if self.velocity_head is None:
-            return {}
-        feature, width, patch_size, channels = self.velocity_head
-
-        def build() -> nn.Module:
-            return nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, patch_size**2 * channels))
-
-        return {HEAD: Head(feature, build)}
-
-    @property
     def embeds_guidance(self) -> bool:
         return self.guidance > 0
 
@@ -205,9 +172,9 @@ class MeanFlow(FlowMatching):
         _, du_dt = derivative(model, _rows(inputs, moving), tangents)
         change = wide(h[moving], du_dt) * du_dt.float()  # (B / 2, C, H, W)
 
-        u, of_head = self.predict(model, inputs)
+        u = model(*inputs).float()
         if self.guidance:  # the velocity of samples with h = 0 is what was just predicted
-            own = (u if of_head is None else of_head)[still].detach()
+            own = u[still].detach()
             target = _interleave(velocity[still] + strength[still] * (own - of_null[still]), guided)
         compound = _interleave(u[still], u[moving] - change)
         error = (compound - target).square().flatten(1).sum(1)
@@ -216,10 +183,6 @@ class MeanFlow(FlowMatching):
             "loss": error.detach() / x[0].numel(),
             "h_du_dt_rms": change.square().flatten(1).mean(1).sqrt().repeat_interleave(2),  # of the samples with h > 0
         }
-        if of_head is not None:
-            error = (of_head - target).square().flatten(1).sum(1)
-            total = total + error / (error.detach() + _WEIGHT_OFFSET)
-            logged["velocity_head_loss"] = error.detach() / x[0].numel()
         return Losses(total, logged)
 
     def interval(self, randomness: Randomness) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,21 +199,12 @@ class MeanFlow(FlowMatching):
         values = (1 - self.guidance**-scale, start / 2, (1 + end) / 2)
         return dict(zip(GUIDANCE, values, strict=True))
 
-    def predict(self, model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """u and, with a velocity head, its velocity: (B, C, H, W) float32 each."""
-        if self.velocity_head is None:
-            return model(*inputs).float(), None
-        u, found = model(*inputs, features=[HEAD])
-        height, width = u.shape[-2:]
-        return u.float(), unpatchify(found[HEAD].float(), self.velocity_head[2], height, width)
-
     @torch.no_grad()
     def own_velocity(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
-        """The model's velocity at these inputs, (B, C, H, W) float32: that of its head, or u at h = 0."""
+        """The model's velocity at these inputs, u at h = 0: (B, C, H, W) float32."""
         cond = {**inputs.cond, INTERVAL: torch.zeros_like(inputs.t)}
         with torch.compiler.set_stance("force_eager"):  # it would recompile for other batch sizes
-            u, of_head = self.predict(model, Inputs(inputs.x_t, inputs.t, cond))
-        return u if of_head is None else of_head
+            return model(inputs.x_t, inputs.t, cond).float()
 
     def strength(self, inputs: Inputs) -> torch.Tensor:
         """1 - 1 / scale inside the guidance interval, 0 outside: (B,)."""

@@ -91,11 +91,6 @@ class Objective:
         return {}
 
     @property
-    def table_bytes(self) -> int:
-        """Bytes of the tables that `loss` keeps on each device, for the planner."""
-        return 0
-
-    @property
     def computes_more(self) -> bool:
         """Whether `loss` computes more with the model than its prediction, so that its FLOPs are counted."""
         return type(self).loss is not Objective.loss
@@ -199,10 +194,6 @@ class Ingredient(Objective):
     def root(self) -> Objective:
         """The objective without ingredients."""
         return self.base.root if isinstance(self.base, Ingredient) else self.base
-
-    @property
-    def table_bytes(self) -> int:
-        return self.base.table_bytes
 
     @property
     def numbers(self) -> Mapping[str, Kind]:

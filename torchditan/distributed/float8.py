@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,18 +96,16 @@ def convert_to_float8(
     # torchao's own entry point also works around a miscompilation of the compiled backward pass.
     convert_to_float8_training(blocks, config=options, module_filter_fn=gains)
     converted_layers = {name: module for name, module in blocks.named_modules() if isinstance(module, Float8Linear)}
-    padded_rows = []
+    num_padded = 0
     for name, converted in converted_layers.items():
-        rows = rows_of[name]
-        is_odd = any(number % _ALIGNMENT for number in rows)
+        is_odd = any(number % _ALIGNMENT for number in rows_of[name])
         if has_float8_gradient and (is_odd or varied_shapes):
             products = converted.linear_mm_config
             pads = products.grad_weight._replace(pad_inner_dim=True)
             converted.linear_mm_config = products._replace(grad_weight=pads)
-            padded_rows += [number for number in rows if number % _ALIGNMENT]
-    return _summary(
-        len(converted_layers), num_linears, padded_rows=padded_rows, batch_size=batch_size, varied_shapes=varied_shapes
-    )
+            num_padded += 1
+    padded = f", {num_padded} of them padded to a multiple of {_ALIGNMENT} rows" if num_padded else ""
+    return f"float8: {len(converted_layers)} of {num_linears} linear layers of the blocks{padded}"
 
 
 def rows_of_linears(spec: ModelSpec, *, batch_size: int) -> dict[str, set[int]]:
@@ -126,20 +123,3 @@ def rows_of_linears(spec: ModelSpec, *, batch_size: int) -> dict[str, set[int]]:
                 )
         model(*spec.example_inputs(batch_size=batch_size))
     return rows
-
-
-def _summary(
-    num_converted: int, num_linears: int, *, padded_rows: list[int], batch_size: int, varied_shapes: bool
-) -> str:
-    line = f"float8: {num_converted} of {num_linears} linear layers of the blocks"
-    if varied_shapes:
-        return f"{line}, padded to multiples of {_ALIGNMENT} rows because samples have several shapes"
-    if not padded_rows:
-        return line
-    needed = [_ALIGNMENT // math.gcd(_ALIGNMENT, rows // math.gcd(rows, batch_size)) for rows in padded_rows]
-    largest = max(padded_rows)
-    fits = math.lcm(*needed)
-    return (
-        f"{line}, {len(padded_rows)} of them padded: they have up to {largest} input rows, not a multiple of "
-        f"{_ALIGNMENT}; with training.batch_size a multiple of {fits}, no layer needs padding"
-    )

@@ -3,8 +3,7 @@
 
 Notable:
 - an Apple GPU trains in one process, in float32 and without torch.compile: the path of the quickstart;
-- tests check parts of this path with a device that computes on the CPU (tests/apple_gpu.py). Nothing here has run on
-  Apple hardware.
+- nothing here has run on Apple hardware.
 """
 
 from __future__ import annotations

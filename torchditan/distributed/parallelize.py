@@ -135,12 +135,8 @@ def _reshard_blocks(
     return option != "never", option != "always"
 
 
-def compile_advice(*, compiles: bool, checkpoints: bool, float8: bool, device: torch.device) -> str | None:
-    """A message if torch.compile would make the job faster, or leaves out an optimization; else None."""
-    if compiles:
-        if checkpoints and device.type == "cuda":
-            return "compile: without Inductor's mix-order reduction, which can fail with activation checkpointing"
-        return None
+def compile_advice(*, float8: bool, device: torch.device) -> str | None:
+    """A message if torch.compile would make a job without it faster, else None."""
     if float8:
         return (
             "warning: float8.enable_float8_linear without --training.compile launches about four times as many kernels "

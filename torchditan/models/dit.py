@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchditan.models.attention import attention
-from torchditan.models.initialization import draw_normal, draw_xavier_uniform, fill, named_parameters_to_fill
+from torchditan.models.initialization import draw_normal, draw_xavier_uniform, fill
 from torchditan.registry import BLOCKS, registered
 
 if TYPE_CHECKING:
@@ -693,7 +693,7 @@ class DiT(nn.Module):
         of_blocks = self.block_type.residual_weights if self.config.conditioning == "in_context" else ()
         residual_weights = {"blocks": (of_blocks, self.config.depth)}
         residual_weights["text_blocks"] = (DiTBlock.residual_weights, self.config.text_blocks)
-        for name, parameter in named_parameters_to_fill(self):
+        for name, parameter in self.named_parameters():
             shape, is_of_block = parameter.shape, name.startswith("blocks.")
             small, depth = residual_weights.get(name.partition(".")[0], ((), 0))
             is_zero = name == "final_layer.linear.weight" or (is_of_block and name.endswith(zero_weights))

@@ -11,24 +11,12 @@ Notable:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from torchditan.randomness import generator, name_to_index
-
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Prefixes that activation checkpointing and torch.compile add to parameter names."""
-
-
-def named_parameters_to_fill(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters, under their names in the bare model."""
-    for name, parameter in module.named_parameters():
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        yield name, parameter
 
 
 @torch.no_grad()

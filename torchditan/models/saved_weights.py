@@ -15,8 +15,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from torchditan.models.initialization import WRAPPERS
-
 TRAINING_ONLY = "heads."
 """Start of the names of weights that only training uses (`Objective.heads`)."""
 OPTIONAL = (TRAINING_ONLY, "scalar_embedders.")
@@ -30,14 +28,9 @@ def saved_weights(model: nn.Module, *, only_trained: bool = False) -> dict[str, 
         model: on any device, `meta` included.
         only_trained: only the trained parameters, as LoRA runs store them.
     """
-    found = {}
     # Requesting a state dict makes FSDP replace gathered weights by the shards.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        if tensor.requires_grad or not only_trained:
-            found[name] = tensor
-    return found
+    found = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in found.items() if tensor.requires_grad or not only_trained}
 
 
 def saved_parameters(model: nn.Module, *, only_trained: bool = False) -> dict[str, nn.Parameter]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,43 +22,37 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class Conditioning(Protocol):
-    """Converts a batch to the model's `cond`, and removes the condition."""
+class Conditioning:
+    """Converts a batch to the model's `cond`, and removes the condition. As it is, there is no condition."""
 
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        """Tensors that a batch must contain, by name."""
-        ...
+    tensors: Mapping[str, TensorSpec] = MappingProxyType({})
+    """Tensors that a batch must contain, by name."""
 
     def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
         """The model's `cond` for a batch."""
-        ...
+        return {name: batch[name] for name in self.tensors}
 
     def drop(self, cond: Condition, mask: torch.Tensor) -> Condition:
         """Replace the condition by the null condition where `mask` (B,) bool is true."""
-        ...
+        return cond
 
     def null(self, cond: Condition) -> Condition:
         """The null condition for all samples, for classifier-free guidance."""
-        ...
-
-    def with_guidance(self, guidance: float) -> Conditioning:
-        """Change the guidance scale of models that embed one. Other conditionings are returned unchanged."""
-        ...
+        return cond
 
 
 @dataclass(frozen=True)
-class ClassLabels:
+class Unconditional(Conditioning):
+    """No condition."""
+
+
+@dataclass(frozen=True)
+class ClassLabels(Conditioning):
     """Labels 0 to num_classes - 1; the label num_classes is the null class."""
 
     num_classes: int
 
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        return {"class_label": TensorSpec((), torch.int64)}
-
-    def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
-        return {"class_label": batch["class_label"]}
+    tensors = MappingProxyType({"class_label": TensorSpec((), torch.int64)})
 
     def drop(self, cond: Condition, mask: torch.Tensor) -> Condition:
         return {"class_label": cond["class_label"].masked_fill(mask, self.num_classes)}
@@ -65,33 +60,9 @@ class ClassLabels:
     def null(self, cond: Condition) -> Condition:
         return {"class_label": torch.full_like(cond["class_label"], self.num_classes)}
 
-    def with_guidance(self, guidance: float) -> ClassLabels:
-        return self
-
 
 @dataclass(frozen=True)
-class Unconditional:
-    """No condition."""
-
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        return {}
-
-    def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
-        return {}
-
-    def drop(self, cond: Condition, mask: torch.Tensor) -> Condition:
-        return {}
-
-    def null(self, cond: Condition) -> Condition:
-        return {}
-
-    def with_guidance(self, guidance: float) -> Unconditional:
-        return self
-
-
-@dataclass(frozen=True)
-class TextEmbeddings:
+class TextEmbeddings(Conditioning):
     """Precomputed caption embeddings. The null condition is the embeddings of the empty caption.
 
     Args:
@@ -101,13 +72,13 @@ class TextEmbeddings:
         guidance: guidance scale, for a model that embeds one: `cond["guidance"]` (B,) float32.
     """
 
-    tensors: dict[str, TensorSpec]
+    tensors: Mapping[str, TensorSpec] = field()
     kept: frozenset[str] = frozenset()
     null_tensors: dict[str, torch.Tensor] | None = None
     guidance: float | None = None
 
     def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
-        cond = {name: batch[name] for name in self.tensors}
+        cond = super().from_batch(batch)
         if self.guidance is not None:
             size, device = len(batch["index"]), batch["index"].device
             cond["guidance"] = torch.full((size,), self.guidance, device=device)
@@ -207,14 +178,19 @@ class ModelSpec:
         """Whether the model is conditioned on captions."""
         return isinstance(self.conditioning, TextEmbeddings)
 
+    def example_batch(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """The tensors of a batch of zeros, on the current default device."""
+        shapes = {"sample": TensorSpec(self.sample_shape), "index": TensorSpec((), torch.int64)}
+        return {
+            name: torch.zeros(batch_size, *shape, dtype=dtype)
+            for name, (shape, dtype) in {**shapes, **self.conditioning.tensors}.items()
+        }
+
     def example_inputs(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Condition]:
         """Inputs (x_t, t, cond) of the right shapes, on the current default device."""
-        batch = {"index": torch.zeros(batch_size, dtype=torch.int64)}
-        for name, (shape, dtype) in self.conditioning.tensors.items():
-            batch[name] = torch.zeros(batch_size, *shape, dtype=dtype)
-        x_t = torch.zeros(batch_size, *self.sample_shape)
+        batch = self.example_batch(batch_size)
         scalars = {name: torch.zeros(batch_size) for name in self.scalars}
-        return x_t, torch.zeros(batch_size), {**self.conditioning.from_batch(batch), **scalars}
+        return batch["sample"], torch.zeros(batch_size), {**self.conditioning.from_batch(batch), **scalars}
 
     def with_heads(self, heads: Mapping[str, Head]) -> ModelSpec:
         """The same model with heads for training."""

@@ -86,10 +86,7 @@ def _build_part(
     split: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     if (decay := options.pop("weight_decay", None)) is not None:
         split[0]["weight_decay"] = decay
-    split = [part for part in split if part["params"]]
-    if group.lr_scale != 1:  # adding the key to every group would make older checkpoints incomplete
-        for part in split:
-            part["lr_scale"] = group.lr_scale
+    split = [{**part, "lr_scale": group.lr_scale} for part in split if part["params"]]
     return group.optimizer(split, **options)
 
 

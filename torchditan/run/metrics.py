@@ -49,13 +49,6 @@ ALWAYS_KEYS = (
     "data_loading_percent",
     "elapsed_s",
 )
-ALL_KEYS = (
-    *ALWAYS_KEYS,
-    *(f"{task}_s" for task in ("checkpoint", "evaluation", "profiling", "sampling", "validation")),
-    *("corrupt_images_rank0", "encoding_percent", "loss_scale", "overflows", "rollbacks", "seconds_per_image"),
-    *("psnr", "psnr_to_original", "ssim", "ssim_to_original", "validation_loss"),
-)
-"""With the keys that are written only if they apply (docs/checkpoints.md)."""
 _END_AFTER = 9
 """Steps after the first one, by which the end of the run is estimated once."""
 

@@ -19,17 +19,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchditan.config.options import Sampling
-from torchditan.errors import option_error
-from torchditan.randomness import Permutation, uniform
 
-ClassBalance = Literal["data", "balanced", "random"]
-"""Classes of samples: "data" has each class as often as the training images, "balanced" each equally often, and
-"random" draws the class of each sample uniformly, as ADM's and DiT's scripts do."""
 _OTHERS = (
     *("images_per_class", "max_classes", "prompts", "at_start"),  # choose rows and steps
     "embedded_guidance",  # of published models only
@@ -145,43 +139,3 @@ class Drawing:
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """The `[sampling]` options that change a sample of our models."""
     return {key: value for key, value in asdict(sampling).items() if key not in _OTHERS}
-
-
-def order_of_classes(
-    num_samples: int,
-    *,
-    num_classes: int,
-    class_balance: ClassBalance,
-    class_counts: Sequence[int] | None,
-    seed: int,
-) -> Tensor:
-    """Choose the classes of the samples of an evaluation: (num_samples,) int64, in random order.
-
-    With "data" and "balanced", the number of samples of each class is exact: its share of `num_samples`, rounded down,
-    and one more for the classes with the largest remainders. The seed decides between equal remainders. With "random",
-    the counts vary as those of independent draws do.
-
-    Args:
-        num_classes: 0 for a model without classes, whose samples have one row.
-        class_balance: see `ClassBalance`; ignored without classes.
-        class_counts: training images of each class; None if they are not known.
-
-    Raises:
-        ConfigError: "data" lacks the class counts.
-    """
-    if not num_classes:
-        return torch.zeros(num_samples, dtype=torch.int64)
-    if class_balance == "random":
-        draws = uniform(seed, "sample_class", range(num_samples)).double()  # sample i's depends on (seed, i)
-        return (draws * num_classes).long()
-    shares = np.ones(num_classes, dtype=np.int64)
-    if class_balance == "data":
-        if not class_counts or not sum(class_counts):
-            right = "this dataset does not know how many images each class has; must be balanced or random"
-            raise option_error("--class_balance", class_balance, right)
-        shares = np.array(class_counts)  # the last classes may have no image
-    counts, remainders = np.divmod(num_samples * shares, shares.sum())
-    tie_break = Permutation(seed, "sample_remainders", 0, length=len(shares))(np.arange(len(shares)))
-    counts[np.lexsort((tie_break, -remainders))[: num_samples - counts.sum()]] += 1
-    order = Permutation(seed, "sample_order", 0, length=num_samples)(np.arange(num_samples))
-    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts)[order])

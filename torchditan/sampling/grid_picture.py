@@ -25,26 +25,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from torchditan.errors import ConfigError, as_unicode, shorten
+from torchditan.errors import as_unicode, shorten
 from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
-_CELL_GAP = 6
+CELL_GAP = 6
 _BLOCK_GAP = 40  # between generated and real; the line in it separates them
-_INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
+_INK, _PALE, PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 
 LAYOUT_KEY = "torchditan_layout"
 _LONGEST_TEXT = 200
 """Characters of a label or the title. The width of the picture follows from them."""
-_DAMAGE = (
-    *(LookupError, OSError, SyntaxError, TypeError, ValueError, OverflowError, RuntimeError),
-    Image.DecompressionBombError,
-)
-"""What Pillow, JSON and torch raise for a damaged grid, and what a picture without a layout raises."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def save_grid(
     suffix = " (latent channels 0-2)" if generated.shape[2] > 3 else ""
     blocks = [(f"{heading}{suffix}", _to_uint8(generated, reference))]
     if real is not None:
-        blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference, nan=_PAPER)))
+        blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference, nan=PAPER)))
     picture, layout = draw(blocks, labels, title, scale)
     _write_labels(path, labels)
     about = PngInfo()
@@ -122,76 +117,9 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
             pixels = torch.from_numpy(np.array(stored.convert("RGB")))
         if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # skip other sizes
             blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
-    picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
+    picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=CELL_GAP)
     _write_labels(folder / "over_steps.png", labels)
     _save(folder / "over_steps.png", picture, format="PNG")
-
-
-def read_cells(path: Path) -> tuple[Tensor, list[str]]:
-    """The generated images of a grid in their drawn, enlarged form, and their labels.
-
-    Returns:
-        (rows, k, H, W, 3) uint8 and a label per row.
-
-    Raises:
-        ConfigError: the file is damaged, or not a grid.
-    """
-    try:
-        with Image.open(io.BytesIO(path.read_bytes())) as picture:
-            layout = GridLayout(**json.loads(picture.info[LAYOUT_KEY]))
-            pixels = torch.from_numpy(np.array(picture.convert("RGB")))[layout.top :, layout.left :]  # (H, W, 3)
-        cells = pixels.unfold(0, layout.height, layout.row_pitch).unfold(1, layout.width, layout.column_pitch)
-        cells = cells[: len(layout.labels), : layout.num_columns].permute(0, 1, 3, 4, 2)  # (rows, k, H, W, 3)
-        if cells.shape[:2] != (len(layout.labels), layout.num_columns) or not cells.numel():
-            raise ValueError("its layout does not fit the picture")
-        return cells.contiguous(), list(map(_text, layout.labels))
-    except _DAMAGE as error:
-        raise ConfigError(f"{path} is not a readable grid ({error}); delete it") from None
-
-
-def _text(label: Any) -> str:
-    if not isinstance(label, str):
-        raise TypeError("its labels are not texts")
-    return label
-
-
-def strip(columns: dict[int, Tensor], labels: list[str], *, title: str) -> bytes:
-    """A PNG with a column for each step.
-
-    Args:
-        columns: step -> (rows, H, W, 3) uint8.
-        labels: of the rows.
-        title: of the picture.
-    """
-    blocks = [(f"step {step}", column[:, None]) for step, column in columns.items()]
-    return _encoded(draw(blocks, labels, title, 1, gap=_CELL_GAP)[0], format="PNG")
-
-
-def animation(frames: dict[int, Tensor], labels: list[str], *, title: str, most_bytes: int) -> bytes:
-    """An animated GIF with a frame for each step; the last frame is shown four times as long.
-
-    Args:
-        frames: step -> (rows, k, H, W, 3) uint8.
-        labels: of the rows.
-        title: of the picture.
-        most_bytes: about the largest size of the file. Frames become smaller to fit; no side exceeds 480 pixels.
-    """
-    digits = len(str(max(frames)))
-    drawn = [draw([(f"step {step:{digits}d}", cells)], labels, title, 1)[0] for step, cells in frames.items()]
-    width, height = (max(sides) for sides in zip(*(picture.size for picture in drawn), strict=True))
-    pictures = [ImageOps.pad(picture, (width, height), color=_PAPER, centering=(0, 0)) for picture in drawn]
-    data = _animated(pictures, min(1.0, 480 / max(width, height)))
-    if len(data) > most_bytes:
-        data = _animated(pictures, min(1.0, 480 / max(width, height)) * 0.9 * math.sqrt(most_bytes / len(data)))
-    return data
-
-
-def _animated(pictures: list[Image.Image], scale: float) -> bytes:
-    size = [max(1, round(side * scale)) for side in pictures[0].size]
-    smaller = (picture.resize(size) for picture in pictures)
-    first, *others = [picture.quantize(method=Image.Quantize.FASTOCTREE) for picture in smaller]  # 256 colours
-    durations = [500] * len(others) + [2000]
-    return _encoded(first, format="GIF", save_all=True, append_images=others, duration=durations, loop=0, disposal=1)
 
 
 def stills(samples: Tensor, *, most: int = 4) -> Tensor:
@@ -234,18 +162,18 @@ def draw(
     shown = _drawable(labels)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
     label_width = max(_width(label, small) for label in shown)
-    pitch = width + _CELL_GAP
+    pitch = width + CELL_GAP
     block_widths = [max(images.shape[1] * pitch, _width(heading, small)) for heading, images in blocks]
     starts = [_MARGIN + label_width + _MARGIN]
     for block_width in block_widths[:-1]:
         starts.append(starts[-1] + block_width + gap)
     heading_top = _MARGIN + _height(large) + _MARGIN // 2
     top = heading_top + _height(small) + _MARGIN // 2
-    row_height = max(height, _height(small)) + _CELL_GAP
+    row_height = max(height, _height(small)) + CELL_GAP
     right = max(starts[-1] + block_widths[-1], _MARGIN + _width(title, large))
     bottom = top + len(labels) * row_height
 
-    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), _PAPER)
+    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), PAPER)
     draw = ImageDraw.Draw(canvas)
     draw.text((_MARGIN, _MARGIN), title, fill=_INK, font=large)
     for row, label in enumerate(shown):
@@ -309,10 +237,10 @@ def _height(font: ImageFont.FreeTypeFont) -> int:
 
 def _save(path: Path, picture: Image.Image, **options: Any) -> None:
     """Write a picture atomically."""
-    write_file(path, _encoded(picture, **options))
+    write_file(path, encoded(picture, **options))
 
 
-def _encoded(picture: Image.Image, **options: Any) -> bytes:
+def encoded(picture: Image.Image, **options: Any) -> bytes:
     file = io.BytesIO()
     picture.save(file, **options)
     return file.getvalue()

@@ -92,28 +92,6 @@ class Grids:
             add_to_steps(path.parent, generated[:, 0], rows.names, step=step, title=name)
         return self._scores(generated, path.parent, drawing)
 
-    def why_no_scores(self, folder: Path, *, is_resumed: bool) -> str | None:
-        """Why the user's own prompts have no PSNR and SSIM, and how to get them; None if they have.
-
-        Args:
-            folder: that of the grids.
-            is_resumed: whether the run was resumed; its original samples must then exist.
-        """
-        config = self.config
-        if not self.shows_prompts:
-            return None
-        if not self.has_original:
-            if not config.sampling.prompts:
-                return None
-            missing = "PSNR and SSIM are not measured: sampling.prompts have no real images"
-            if config.model.path is None and config.checkpoint.initial_load_path is None:
-                return f"{missing}, and this run starts from random weights"
-            return f"{missing}; --sampling.at_start compares with the samples of the original model"
-        if not is_resumed or self.rows.references is not None or _read_original(folder, self.drawing(0)) is not None:
-            return None
-        why = f"{folder / ORIGINAL} is missing, or was drawn with other [sampling] options"
-        return f"no PSNR and SSIM to the original: {why}"
-
     def _scores(self, generated: Tensor, folder: Path, drawing: Drawing) -> dict[str, float]:
         if not self.shows_prompts:
             return {}

@@ -107,10 +107,10 @@ class Sampler:
             advance: called with 1 after each model step.
         """
         sampling, objective, negative = drawing.sampling, self.objective, drawing.rows.negative
-        conditioning = self.spec.conditioning.with_guidance(sampling.embedded_guidance)
-        if negative is not None:
-            assert isinstance(conditioning, TextEmbeddings)
-            conditioning = conditioning.with_null(negative)
+        conditioning = self.spec.conditioning
+        if isinstance(conditioning, TextEmbeddings):
+            conditioning = conditioning.with_guidance(sampling.embedded_guidance)
+            conditioning = conditioning if negative is None else conditioning.with_null(negative)
         batch = {**drawing.conditions_of(numbers), "index": torch.arange(len(numbers))}
         predict = guided_prediction(
             model,

@@ -34,10 +34,10 @@ from torchditan.extras.captions.tokens import describe_tokens
 from torchditan.extras.evaluation.card import read_card
 from torchditan.extras.evaluation.evaluator import Evaluator
 from torchditan.extras.evaluation.metric import MetricOfAllPictures
+from torchditan.extras.report.stored_grids import read_cells
 from torchditan.extras.weights.trained_model import load
 from torchditan.models.spec import TensorSpec, TextEmbeddings
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.sampling.grid_picture import read_cells
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

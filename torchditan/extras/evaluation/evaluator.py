@@ -24,6 +24,7 @@ from torchditan.distributed.float32_products import ieee_float32
 from torchditan.distributed.precision import float64_device
 from torchditan.distributed.process_group import from_rank_0, gather_on_rank_0, rank_and_world_size
 from torchditan.errors import ConfigError, option_error
+from torchditan.extras.evaluation.class_balance import ClassBalance, order_of_classes
 from torchditan.extras.evaluation.metric import (
     Evaluation,
     Figure,
@@ -36,7 +37,6 @@ from torchditan.extras.evaluation.metric import (
 from torchditan.randomness import Permutation
 from torchditan.registry import METRICS, build, registered, resolve
 from torchditan.run.progress import report_progress
-from torchditan.sampling.drawing import ClassBalance, order_of_classes
 from torchditan.sampling.reconstruction import to_8_bit
 from torchditan.sampling.sampler import ToPixels
 

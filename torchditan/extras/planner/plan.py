@@ -32,7 +32,7 @@ from torchditan.distributed.precision import automatic, precision_for
 from torchditan.errors import option_error
 from torchditan.extras.planner.batch_size import allowed_batch_sizes, largest_that_fits
 from torchditan.extras.planner.devices import Device, device_named
-from torchditan.extras.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
+from torchditan.extras.planner.memory import Instant, Layout, model_parameters, model_state, timeline
 from torchditan.extras.planner.step_bound import StepBound, step_bound
 from torchditan.extras.planner.trace import Checkpointing, StepTrace, trace_blocks
 from torchditan.extras.published.resolutions import latent_channels
@@ -334,9 +334,7 @@ class TracedModel:
         self.diffusion = diffusion
         self.objective = build_objective(diffusion, spec)
         self.spec = spec.with_heads(self.objective.heads)
-        parameters = model_parameters(self.spec)
-        buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
-        self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
+        self.parameters = model_parameters(self.spec)
         self._traces: dict[tuple[Checkpointing, int], list[StepTrace]] = {}
 
     @classmethod

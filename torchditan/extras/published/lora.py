@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.published.lora_file import AdapterWeights, read_adapter
-from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
+from torchditan.models.initialization import fill, weight_generator
 
 DEFAULT = "default"
 ASSISTANT = "assistant"
@@ -129,7 +129,7 @@ def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, adapter
 
 def lora_parameters(model: nn.Module, adapter_name: str = DEFAULT) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters of one adapter: `<layer>.lora_A.<adapter>.weight` and the same with `lora_B`."""
-    for name, parameter in named_parameters_to_fill(model):
+    for name, parameter in model.named_parameters():
         if name.endswith((f".lora_A.{adapter_name}.weight", f".lora_B.{adapter_name}.weight")):
             yield name, parameter
 

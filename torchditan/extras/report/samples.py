@@ -19,7 +19,7 @@ from torchditan.errors import ConfigError
 from torchditan.extras.report.labels import evenly
 from torchditan.extras.report.page import Pictures, Section, Slider
 from torchditan.extras.report.runs import Run
-from torchditan.sampling.grid_picture import animation, read_cells, strip
+from torchditan.extras.report.stored_grids import animation, read_cells, strip
 
 _MOST_PICTURES = 40
 _GRID_BYTES, _STRIP_BYTES, _ANIMATION_BYTES = 4_000_000, 1_000_000, 1_000_000  # of all; as base64 they take 8 MB

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,23 +43,16 @@ def random_gaussian(dimensions: int, seed: int = 0) -> Gaussian:
     return gaussian_of(torch.randn(50, dimensions, generator=torch.Generator().manual_seed(seed)))
 
 
-def test_images_of_numpy_are_read_in_batches(tmp_path: Path) -> None:
-    images = random_images()
-    np.savez(tmp_path / "a.npz", images.permute(0, 2, 3, 1).numpy())
-    assert image_shape(tmp_path / "a.npz") == (7, 4, 5)
-    batches = list(read_images(tmp_path / "a.npz", batch_size=3))
+def test_images_are_those_of_numpy_in_and_out(tmp_path: Path) -> None:
+    images, path = random_images(), tmp_path / "a.npz"
+    write_images(path, images.split(2), shape=(7, 4, 5))
+    with np.load(path, allow_pickle=False) as arrays:
+        assert arrays.files == ["arr_0"] and arrays["arr_0"].dtype == np.uint8
+        assert np.array_equal(arrays["arr_0"], images.permute(0, 2, 3, 1).numpy())
+    assert image_shape(path) == (7, 4, 5)
+    batches = list(read_images(path, batch_size=3))
     assert [len(batch) for batch in batches] == [3, 3, 1]
     assert torch.equal(torch.cat(batches), images)
-
-
-def test_written_images_are_what_numpy_reads(tmp_path: Path) -> None:
-    images = random_images()
-    write_images(tmp_path / "a.npz", images.split(2), shape=(7, 4, 5))
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays:
-        assert arrays.files == ["arr_0"]
-        assert arrays["arr_0"].dtype == np.uint8
-        assert np.array_equal(arrays["arr_0"], images.permute(0, 2, 3, 1).numpy())
-    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
 def test_a_failure_while_writing_leaves_no_file(tmp_path: Path) -> None:
@@ -115,18 +107,9 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
             read_statistics(tmp_path / name, extractor="Inception-2015")
 
 
-def test_a_file_cut_off_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_damaged_images_are_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    np.savez(path, random_images(1000).permute(0, 2, 3, 1).numpy())
-    path.write_bytes(path.read_bytes()[:30_000])
-    with pytest.raises(ConfigError, match=r"a\.npz: not an \.npz file with images"):
-        list(read_images(path, batch_size=10))
-
-
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_damaged_images_are_refused_in_one_line(save: Callable[..., None], tmp_path: Path) -> None:
-    path = tmp_path / "a.npz"
-    save(path, (random_images(1000) % 4).permute(0, 2, 3, 1).numpy())  # compressible
+    np.savez_compressed(path, (random_images(1000) % 4).permute(0, 2, 3, 1).numpy())  # compressible
     data = bytearray(path.read_bytes())
     data[500:700] = bytes(200)
     path.write_bytes(data)
@@ -134,11 +117,10 @@ def test_damaged_images_are_refused_in_one_line(save: Callable[..., None], tmp_p
         list(read_images(path, batch_size=10))
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_damaged_statistics_are_refused_in_one_line(save: Callable[..., None], tmp_path: Path) -> None:
+def test_damaged_statistics_are_refused_in_one_line(tmp_path: Path) -> None:
     """Each byte of a compressed file: the statistics are read unchanged, or refused."""
     path = tmp_path / "a.npz"
-    save(path, mu=np.zeros(2), sigma=np.eye(2))
+    np.savez_compressed(path, mu=np.zeros(2), sigma=np.eye(2))
     whole = path.read_bytes()
     refusals: list[str] = []
     for place in range(len(whole)):

@@ -1,15 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Samples of an evaluation: their classes, their bytes on any number of ranks, and drawing that was interrupted.
 
-As a script it draws on ranks of torchrun (`test_drawing.py ranks FOLDER`), or kills itself while drawing (`killed`).
+As a script it draws on ranks of torchrun.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,11 +23,12 @@ from torch import Tensor, nn
 
 from torchditan.config import options
 from torchditan.distributed.parallelize import parallelize
+from torchditan.extras.evaluation.class_balance import order_of_classes
 from torchditan.extras.evaluation.metric import Pictures
 from torchditan.extras.evaluation.sample_parts import SampleParts, draw_pictures
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.models import build_model_spec
-from torchditan.sampling.drawing import Drawing, SampleRows, order_of_classes
+from torchditan.sampling.drawing import Drawing, SampleRows
 from torchditan.supervision.exit_status import verdict_of
 
 if TYPE_CHECKING:
@@ -51,17 +50,17 @@ def of_classes(num_samples: int, class_balance: Any = "data", *, num_classes: in
 DRAWING = of_classes(10)
 
 
-def trained_model(*, channels: int = 1, **sections: Any) -> TrainedModel:
+def trained_model() -> TrainedModel:
     """A model with random weights, none of them zero, so that every sample depends on its class."""
     spec = build_model_spec(
-        options.Model(flavor="debugmodel", patch_size=4), sample_shape=(channels, 8, 8), num_classes=NUM_CLASSES
+        options.Model(flavor="debugmodel", patch_size=4), sample_shape=(1, 8, 8), num_classes=NUM_CLASSES
     )
     model = spec.build()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2, generator=generator)
     return TrainedModel(
-        config=options.Config(sampling=options.Sampling(num_steps=2), **sections),
+        config=options.Config(sampling=options.Sampling(num_steps=2)),
         spec=spec,
         model=model.requires_grad_(False),
         sample_shape=spec.sample_shape,
@@ -144,20 +143,16 @@ def of_4_classes(num_samples: int, class_balance: Any, seed: int = 0) -> Tensor:
     return order_of_classes(num_samples, num_classes=4, class_balance=class_balance, class_counts=counts, seed=seed)
 
 
-def test_each_class_has_its_share_by_largest_remainder() -> None:
+def test_each_class_has_its_share_by_largest_remainder_and_the_seed_chooses_the_rest() -> None:
     assert counts(of_4_classes(16, "data")) == [10, 5, 0, 1]
-    for seed in range(5):
-        assert counts(of_4_classes(25, "data", seed)) == [16, 8, 0, 1]  # shares 15.625, 7.8125, 0, 1.5625
+    assert counts(of_4_classes(25, "data")) == [16, 8, 0, 1]  # shares 15.625, 7.8125, 0, 1.5625
     assert counts(of_4_classes(24, "balanced")) == [6, 6, 6, 6]
-    assert sorted(counts(of_4_classes(25, "balanced"))) == [6, 6, 6, 7]
-
-
-def test_the_seed_chooses_classes_and_order() -> None:
-    one_more = {counts(of_4_classes(25, "balanced", seed)).index(7) for seed in range(20)}
-    assert one_more == {0, 1, 2, 3}
+    assert {counts(of_4_classes(25, "balanced", seed)).index(7) for seed in range(20)} == {0, 1, 2, 3}
     for balance in ("data", "balanced", "random"):
         assert torch.equal(of_4_classes(50, balance), of_4_classes(50, balance))
         assert not torch.equal(of_4_classes(50, balance), of_4_classes(50, balance, seed=1))
+    order = order_of_classes(10, num_classes=4, class_balance="data", class_counts=[3, 2], seed=0)
+    assert counts(order) == [6, 4, 0, 0], "the last classes may have no image"
 
 
 @pytest.mark.parametrize("balance", ["data", "balanced", "random"])
@@ -189,14 +184,6 @@ def test_unknown_numbers_of_images_name_the_option() -> None:
         order_of_classes(9, num_classes=3, class_balance="data", class_counts=None, seed=0)
 
 
-def test_samples_are_those_of_generate(trained: TrainedModel, images: Tensor) -> None:
-    generated = trained.generate_rows(trained.rows(), samples_per_row=6, seed=5, batch_size=18)  # (3, 6, 1, 8, 8)
-    drawn = [generated[number >> 32, number % 2**32] for number in DRAWING.noise_numbers]
-    levels = (torch.stack(drawn).clamp(-1, 1) + 1) * 127.5
-    assert levels.std() > 20
-    assert (images - levels).abs().max() <= 0.501  # other batches: the last digits differ
-
-
 def test_samples_are_those_of_generate_to_the_byte_in_equal_batches(trained: TrainedModel) -> None:
     rows = trained.rows()
     (pictures,) = draw_pictures(
@@ -210,14 +197,6 @@ def test_samples_are_those_of_generate_to_the_byte_in_equal_batches(trained: Tra
     generated = trained.generate_rows(rows, samples_per_row=2, seed=5, batch_size=6).flatten(0, 1)
     expected = ((generated + 1) * 127.5).clamp(0, 255).to(torch.uint8)  # ADM's image_sample.py
     assert torch.equal(pictures.images, expected)
-
-
-def test_latents_are_decoded_batch_by_batch() -> None:
-    haar = options.Autoencoder(name="haar", downsampling=2, shift=[0.0] * 4, scale=[1.0] * 4)
-    trained = trained_model(channels=4, autoencoder=haar)
-    batches = list(draw(trained))
-    assert [pictures.images.shape for pictures in batches] == [(4, 1, 16, 16), (4, 1, 16, 16), (2, 1, 16, 16)]
-    assert in_order(batches).float().std() > 20
 
 
 def interrupted(trained: TrainedModel, parts: SampleParts, error: BaseException, *, at: int = 3) -> None:
@@ -242,9 +221,11 @@ def test_an_interrupted_drawing_continues(
     interrupted(trained, parts, error, at=5)
     assert verdict_of(error).exit_code == (75 if isinstance(error, KeyboardInterrupt) else 3)
     assert part_names(parts.folder) == ["00000000-00000003.npz", "00000004-00000007.npz"]
+    half_written = parts.folder / ".00000008-00000009.npz.host-1.partial"  # of a process that was killed
+    half_written.write_bytes(b"half")
     model = Stopped(trained.model)
     assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
-    assert model.calls == 2  # one batch
+    assert model.calls == 2 and not half_written.exists()  # one batch
     model = Stopped(trained.model)
     assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
     assert model.calls == 0
@@ -272,17 +253,6 @@ def test_another_batch_size_continues_with_the_missing_samples(
         assert np.array_equal(arrays["arr_0"], found.byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy())
 
 
-def test_a_batch_around_a_finished_one_becomes_two_parts(trained: TrainedModel, tmp_path: Path) -> None:
-    parts = parts_in(tmp_path)
-    in_order(list(draw(trained, parts, batch_size=2)))
-    parts._path(range(2)).unlink()
-    parts._path(range(4, 6)).unlink()
-    batches = list(draw(trained, parts, batch_size=10))
-    assert batches[-1].numbers.tolist() == [0, 1, 4, 5]
-    in_order(batches)
-    assert len(part_names(parts.folder)) == 5
-
-
 def test_a_damaged_part_is_drawn_again(
     trained: TrainedModel, images: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,25 +260,16 @@ def test_a_damaged_part_is_drawn_again(
     list(draw(trained, parts))
     path = parts._path(range(4, 8))
     whole = path.read_bytes()
-    changed = bytearray(whole)
-    changed[whole.index(b"images.npy") + 200] ^= 1
-    for damage in (whole[:-1], whole[: len(whole) // 2], b"", bytes(changed)):
-        path.write_bytes(damage)
-        with pytest.raises(ValueError, match="was damaged"):
-            parts.write_npz(tmp_path / "samples.npz")
-        path.write_bytes(damage)
-        model = Stopped(trained.model)
-        assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
-        assert model.calls == 2
-        assert f"{path} is damaged; its samples are drawn again\n" in capsys.readouterr().err
-        assert path.read_bytes() == whole
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="was damaged"):
+        parts.write_npz(tmp_path / "samples.npz")
     assert not (tmp_path / "samples.npz").exists()
-    path.write_bytes(b"damage")
-    parts._path(range(8, 10)).unlink()
+    path.write_bytes(whole[: len(whole) // 2])
     model = Stopped(trained.model)
-    for _ in range(2):  # the first draws samples 4 to 9, the second reads them
-        in_order(list(draw(trained, parts, batch_size=10, model=model)))
+    assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
     assert model.calls == 2
+    assert f"{path} is damaged; its samples are drawn again\n" in capsys.readouterr().err
+    assert path.read_bytes() == whole
 
 
 def test_no_wrong_byte_of_a_part_goes_unnoticed(tmp_path: Path) -> None:
@@ -354,19 +315,6 @@ def test_finished_samples_are_removed_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["card.json"]
 
 
-def test_a_killed_drawing_continues(trained: TrainedModel, images: Tensor, tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, __file__, "killed", tmp_path], env=environment(), check=False)
-    assert process.returncode == -signal.SIGKILL
-    parts = parts_in(tmp_path)
-    half_written = parts.folder / ".00000004-00000007.npz.host-1.partial"
-    half_written.write_bytes(b"half")
-    assert part_names(parts.folder) == [half_written.name, "00000000-00000003.npz"]
-    model = Stopped(trained.model)
-    assert torch.equal(in_order(list(draw(trained, parts_in(tmp_path), model=model))), images)
-    assert model.calls == 4
-    assert not half_written.exists()
-
-
 def test_a_full_disk_is_one_line_and_keeps_finished_parts(
     trained: TrainedModel, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,29 +355,11 @@ def test_samples_of_other_evaluations_never_mix(trained: TrainedModel, tmp_path:
     assert grid.digest() == DRAWING.digest(), "options that choose rows"
 
 
-def test_an_archive_of_unfinished_samples_is_refused(trained: TrainedModel, tmp_path: Path) -> None:
-    parts = parts_in(tmp_path)
-    interrupted(trained, parts, MemoryError())
-    with refused(f"{parts.folder}: holds 4 of 10 samples"):
-        parts.write_npz(tmp_path / "samples.npz")
-
-
-def test_samples_without_classes_are_kept_too(trained: TrainedModel, tmp_path: Path) -> None:
-    drawing = of_classes(5, num_classes=0)
-    spec = build_model_spec(options.Model(flavor="debugmodel", patch_size=4), sample_shape=(1, 8, 8), num_classes=0)
-    model = spec.build()
-    model.init_weights(0)
-    unconditional = TrainedModel(trained.config, spec, model, (1, 8, 8), 0, 7, "ema", CPU)
-    parts = parts_in(tmp_path, drawing)
-    drawn, kept = (in_order(list(draw(unconditional, parts, drawing=drawing)), drawing) for _ in range(2))
-    assert torch.equal(drawn, kept)
-
-
 def test_ranks_draw_the_bytes_of_one_process(
     trained: TrainedModel, images: Tensor, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     """10 samples in batches of 4: on 2 and 4 ranks, whole models and one sharded by FSDP, and parts of 4 ranks on 2."""
-    result = run_distributed(["tests/sampling/test_drawing.py", "ranks", tmp_path], 4)
+    result = run_distributed(["tests/extras/evaluation/test_drawn_samples.py", tmp_path], 4)
     assert result.returncode == 0, result.stderr
     for case, num_ranks in {"4": 4, "2": 2, "2_fsdp": 2, "2_continues": 2, "2_reads": 2}.items():
         results = [torch.load(tmp_path / f"{case}_{rank}.pt") for rank in range(num_ranks)]
@@ -443,12 +373,6 @@ def test_ranks_draw_the_bytes_of_one_process(
     refusals = [(tmp_path / f"refused_{rank}.txt").read_text() for rank in range(2)]
     assert refusals[0] == refusals[1]
     assert "cannot be written" in refusals[0]
-
-
-def environment() -> dict[str, str]:
-    repository = Path(__file__).resolve().parents[2]
-    folders = os.pathsep.join([str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": folders.rstrip(os.pathsep)}
 
 
 def draw_grid(trained: TrainedModel) -> Tensor:
@@ -491,21 +415,6 @@ def draw_on_ranks(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def kill_while_drawing(folder: Path) -> None:
-    trained = trained_model()
-    model = Stopped(trained.model, at=3, stop=lambda: os.kill(os.getpid(), signal.SIGKILL))
-    list(draw(trained, parts_in(folder), model=model))
-
-
-if __name__ == "__main__":
-    {"ranks": draw_on_ranks, "killed": kill_while_drawing}[sys.argv[1]](Path(sys.argv[2]))
-
-
-def test_the_last_classes_may_have_no_image() -> None:
-    order = order_of_classes(10, num_classes=4, class_balance="data", class_counts=[3, 2], seed=0)
-    assert counts(order) == [6, 4, 0, 0]
-
-
 def test_samples_that_are_not_finite_are_black_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
     class Diverged(nn.Module):
         def forward(self, x: Tensor, *_: Any) -> Tensor:
@@ -517,3 +426,7 @@ def test_samples_that_are_not_finite_are_black_and_counted(capfd: pytest.Capture
     assert line.startswith(f"warning: {num_bad} samples") and "not finite" in line
     assert all(pictures.images[1].max() == 0 for pictures in batches)
     assert all(pictures.images[0].max() > 0 for pictures in batches)
+
+
+if __name__ == "__main__":
+    draw_on_ranks(Path(sys.argv[1]))
