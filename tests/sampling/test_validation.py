@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchditan.config.loader import as_flags
 from torchditan.config.options import Dataset, Diffusion, Model
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.data_stream.sample_space import SampleSpace
 from torchditan.datasets import build_dataset
 from torchditan.diffusion.objectives import Inputs, Objective, build_objective, uniform_objective
-from torchditan.extras.ablation.grid import as_flags
 from torchditan.extras.published.resolutions import published_options
 from torchditan.models import build_model_spec
 from torchditan.randomness import Randomness, normal

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from refusals import assert_refused
 
-from torchditan.config.loader import load_config
+from torchditan.config.loader import as_flags, load_config
 from torchditan.errors import ConfigError
 from torchditan.extras.ablation.__main__ import parse
-from torchditan.extras.ablation.grid import as_flags, load_grid, parse_axis, run_name
+from torchditan.extras.ablation.grid import load_grid, parse_axis, run_name
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

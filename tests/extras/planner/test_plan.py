@@ -26,12 +26,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchditan.config.loader import load_config
+from torchditan.config.loader import as_flags, load_config
 from torchditan.config.options import Config, Model
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import build_objective, split
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.extras.ablation.grid import as_flags
 from torchditan.extras.planner import plan as planner
 from torchditan.extras.planner import trace as tracing
 from torchditan.extras.planner.alternatives import alternatives, is_better

@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -543,15 +543,3 @@ def parse_setting(option: str, text: str) -> Any:
     if known is not None and known.is_list:
         return [_parse_value(option, word) for word in re.split(r"[,\s]+", text.strip("[] ")) if word]
     return _parse_value(option, text)
-
-
-def as_flags(values: Mapping[str, Any]) -> Iterator[str]:
-    """Options as flags of `train.py`: `--training.compile=true`."""
-    for option, value in values.items():
-        if isinstance(value, list) and all(isinstance(element, str) for element in value):
-            text = json.dumps(value, ensure_ascii=False)  # strings may contain commas
-        elif isinstance(value, list):
-            text = ",".join(map(str, value))
-        else:
-            text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
-        yield f"--{option}={text}"

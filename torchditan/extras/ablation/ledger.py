@@ -5,7 +5,7 @@ Notable:
 - a missing number is empty, never zero;
 - measurements (`MEASURES`) come from `metrics.jsonl`, one record per step: mean and sample standard deviation over the
   last `window` steps. The first step, which compiles and warms up, is never part of the window;
-- figures of quality (`QUALITY`) are those after the last step. A ledger has a column for each that a run measured;
+- figures of quality (`quality`) are those after the last step. A ledger has a column for each that a run measured;
 - both files are written under a temporary name and renamed. A truncated ledger, or one with unknown columns, is
   refused; columns that it lacks are empty.
 """
@@ -24,11 +24,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchditan.config.schema import options
+from torchditan.config.schema import Option, options
 from torchditan.errors import ConfigError, shorten
 from torchditan.extras.ablation.device import Device
 from torchditan.extras.ablation.grid import ALIASES, BATCH_SIZE, STANDARD_AXES, Grid, Run
 from torchditan.extras.ablation.launch import Outcome
+from torchditan.registry import METRICS, installed_plug_ins, registered
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_config, read_metrics
@@ -40,6 +41,7 @@ SKIPPED_AFTER_OOM = "of this cell ran out of memory"
 """Part of the reason of a run that was skipped because a smaller batch ran out of memory."""
 
 _LONGEST_REASON = 300
+_FIGURE = Option(float, "a figure of quality")
 
 Row = dict[str, Any]
 
@@ -117,42 +119,35 @@ _AFTER_AXES: dict[str, type] = {
     **dict.fromkeys(("start_up_s", "elapsed_s"), float),  # from the launch to the first step, and to the end
     **dict.fromkeys((*PROVENANCE, "started"), str),
 }
-QUALITY: dict[str, bool] = {
-    "validation_loss": False,
-    "FD-EffNetLite0": False,
-    "KID-EffNetLite0": False,
-    "recall-EffNetLite0": True,
-    "coverage-EffNetLite0": True,
-    "FID": False,
-    "KID": False,
-    "recall": True,
-    "coverage": True,
-    "accuracy_generated": True,
-    "prompts seen: all": True,
-    "prompts held-out: all": True,
-}
-"""Figures of validation and evaluation, as metrics.jsonl names them, and whether higher is better."""
+
+
+def quality() -> dict[str, bool]:
+    """Figures of validation and evaluation for verdicts, as metrics.jsonl names them; whether higher is better."""
+    declared = {"validation_loss": False}
+    for name in (*METRICS, *installed_plug_ins(METRICS.group)):
+        declared |= getattr(registered(METRICS, name), "verdicts", {})
+    return declared
 
 
 def columns(axes: Iterable[str], *, measured: Iterable[str] = ()) -> list[str]:
     """Columns of a ledger with these axes, in order. The standard axes are always included.
 
-    `measured` contains the names of the figures that a run has; others than those of `QUALITY` are ignored.
+    `measured` contains the names of the figures that a run has; others than those of `quality` are ignored.
     """
     further = [axis for axis in axes if axis not in STANDARD_AXES]
     found = set(measured)
-    quality = [name for name in QUALITY if name in found]
-    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES, *quality]
+    figures = [name for name in quality() if name in found]
+    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES, *figures]
 
 
 def column_type(column: str) -> type:
-    """int, float, bool or str. Lists are stored as text."""
+    """int, float, bool or str. Lists are stored as text; whatever else is not known is a figure."""
     if column in ALIASES:
         return ALIASES[column].kind
-    known = {**_BEFORE_AXES, **_AFTER_AXES, **dict.fromkeys(QUALITY, float)}.get(column)
+    known = {**_BEFORE_AXES, **_AFTER_AXES}.get(column)
     if known is not None:
         return known
-    option = options()[column]
+    option = options().get(column, _FIGURE)
     return str if option.is_list else option.kind
 
 
@@ -162,7 +157,7 @@ def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: i
         return {}
     steps = Steps(records, window, num_devices)
     # Validation and evaluation run after the last step, whatever their frequency.
-    figures = {name: records[-1].get(name) for name in QUALITY}
+    figures = {name: records[-1].get(name) for name in quality()}
     return {name: compute(steps) for name, compute in MEASURES.items()} | {
         name: value for name, value in figures.items() if value is not None and math.isfinite(value)
     }

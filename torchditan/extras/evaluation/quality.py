@@ -104,6 +104,7 @@ class Quality:
     """
 
     needs_labels: ClassVar[bool] = False
+    verdicts: ClassVar[Mapping[str, bool]] = {}
 
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
@@ -207,7 +208,7 @@ class Quality:
         """The figures of the table above by their full names; copies and floor only with held-out images.
 
         Raises:
-            ConfigError: there are too few images, or the reference file cannot be read.
+            ConfigError: the reference file cannot be read.
         """
         comparisons = (
             *(self._frechet, self._inception_score, self._kernel),
@@ -233,7 +234,6 @@ class Quality:
         if reference.gaussian is None:
             found = len(self._sorted("train")["pool"])
             return {"FD": f"not computed: {found:,} training images are too few, must be more than {num_features:,}"}
-        require_full_rank(len(pool), num_features, name=self.evaluation.samples_name)
         figures = {"FD": frechet_figure(pool, reference.gaussian)}
         spatial = self._sorted("generated").get("spatial")
         if spatial is not None and reference.spatial is not None:
@@ -350,12 +350,21 @@ class Quality:
 class EffNetQuality(Quality):
     """`FD-EffNetLite0` and the other figures over EfficientNet-Lite0, which works offline."""
 
+    verdicts: ClassVar[Mapping[str, bool]] = {
+        "FD-EffNetLite0": False,
+        "KID-EffNetLite0": False,
+        "recall-EffNetLite0": True,
+        "coverage-EffNetLite0": True,
+    }
+
     def open_extractor(self, evaluation: Evaluation) -> Extractor:
         return open_effnet(evaluation)
 
 
 class InceptionQuality(Quality):
     """FID and the other figures over Inception-2015, as ADM's evaluator and torch-fidelity define them."""
+
+    verdicts: ClassVar[Mapping[str, bool]] = {"FID": False, "KID": False, "recall": True, "coverage": True}
 
     def open_extractor(self, evaluation: Evaluation) -> Extractor:
         return open_inception(evaluation)

@@ -40,12 +40,12 @@ from torchditan.extras.ablation.grid import (
 )
 from torchditan.extras.ablation.ledger import (
     CSV_NAME,
-    QUALITY,
     Row,
     column_type,
     columns,
     measure,
     provenance_of,
+    quality,
     read_ledger,
     to_text,
 )
@@ -231,7 +231,7 @@ def _row(run: Path, content: dict[str, Any]) -> Row:
 
 def _table_of(rows: list[Row], axes: list[str]) -> pd.DataFrame:
     """The runs of one folder: axes and words as text, measurements as finite numbers."""
-    names = columns(axes, measured=QUALITY)
+    names = columns(axes, measured=quality())
     table = pd.DataFrame({name: [row.get(name) for row in rows] for name in names}, dtype=object)
     for name in names:
         if name in axes or name in STANDARD_AXES or column_type(name) is str:
