@@ -359,6 +359,11 @@ def dit_7b(*flags: str) -> Config:
     return load_config(["--job.config_file=dit_7b", *flags])
 
 
+def of_depth(depth: int, *flags: str) -> Config:
+    """Blocks of the 7B."""
+    return dit_7b(f"--model.overrides=depth={depth}", *flags)
+
+
 DDP_OVER_8 = ("--training.data_parallel_replicate_degree=8", "--training.data_parallel_shard_degree=1")
 
 
@@ -414,7 +419,7 @@ def test_the_bound_is_the_flops_of_the_mfu_at_the_peak_or_the_state_at_the_bandw
 
 def test_the_peak_of_the_bound_is_that_of_the_precision() -> None:
     def products(*flags: str, device: str = "h100") -> float:
-        return float(plan_run(dit_7b(*flags), device=device, num_devices=8).bound.products)
+        return float(plan_run(of_depth(2, *flags), device=device, num_devices=8).bound.products)
 
     assert products("--training.compile=false") == products()
     assert products("--float8.enable_float8_linear") == products() / 2
@@ -476,13 +481,12 @@ def test_a_lora_of_sd3_on_int8_fits_an_l4_and_full_fine_tuning_does_not() -> Non
     assert not whole.fits
 
 
-def test_blocks_of_several_kinds_are_each_traced_and_three_of_a_row_are_enough() -> None:
+def test_three_blocks_of_a_row_are_enough() -> None:
     @functools.cache
     def activations(double: int, single: int, *flags: str) -> float:
         sizes = as_flags({"model.overrides": [f"num_layers={double}", f"num_single_layers={single}"]})
         return published_plan("flux/debugmodel", *sizes, *flags).activations
 
-    assert activations(3, 3) != activations(4, 3) != activations(3, 4)
     growth = activations(4, 3) - activations(3, 3)  # the first count that is not traced at its full depth
     assert activations(8, 3) == activations(3, 3) + 5 * growth
     full, half, none = (
@@ -603,23 +607,23 @@ def test_the_tool_prints_lower_bounds_and_recommends(
 
 
 def test_of_bounds_that_are_close_the_first_recomputes_and_communicates_least() -> None:
-    found = alternatives(dit_7b(), "b200", 8, batch_size=8)
+    found = alternatives(of_depth(4), "b200", 8, batch_size=8)
     kinds = ("none", "selective op", "selective 2", "full")
     order = [(kind, mode) for kind in kinds for mode in ("DDP", "HSDP", "FSDP")]
     assert [(plan.checkpointing, plan.mode) for _, plan in found] == order
     assert all(plan.batch_size == 8 for plan, _ in found)
     bounds = [plan.min_seconds_per_image for _, plan in found]
     assert min(bounds) > 0.95 * max(bounds)
-    small = dit_7b("--training.global_batch_size=8", "--training.batch_size=1", "--model.patch_size=4")
+    small = of_depth(4, "--training.global_batch_size=8", "--training.batch_size=1", "--model.patch_size=4")
     modes = [plan.mode for _, plan in alternatives(small, "b200", 8, batch_size=1)]
     assert modes == [mode for mode in ("FSDP", "HSDP", "DDP") for _ in kinds], "the state of a device decides"
 
 
 def test_what_fits_comes_first() -> None:
-    found = alternatives(dit_7b(), "a100-80gb", 8, batch_size=8)
+    found = alternatives(of_depth(10), "rtx4090", 8, batch_size=8)
     assert [plan.fits for _, plan in found] == 8 * [True] + 4 * [False]
     assert {plan.mode for _, plan in found[8:]} == {"DDP"}
-    ddp, fsdp = (plan_run(dit_7b(*flags), device="a100-80gb", num_devices=8) for flags in (DDP_OVER_8, ()))
+    ddp, fsdp = (plan_run(of_depth(10, *flags), device="rtx4090", num_devices=8) for flags in (DDP_OVER_8, ()))
     assert is_better(fsdp, ddp) and not is_better(ddp, fsdp) and not is_better(fsdp, fsdp)
 
 
