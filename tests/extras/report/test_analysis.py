@@ -139,30 +139,13 @@ def test_pairs_differ_in_one_axis_and_in_nothing_else(tmp_path: Path) -> None:
         assert (cells[pair.axis][pair.a], cells[pair.axis][pair.b]) == (pair.from_value, pair.to_value)
 
 
-def test_a_run_without_a_partner_changes_nothing(tmp_path: Path, known: Data) -> None:
-    alone = [
-        row(batch=64, throughput=1e6),
-        row(batch=8, compiled=True, precision="float32", throughput=1e-3),
-        row(batch=8, compiled=True, parallel="1,8", throughput=1e-3),
-    ]
-    found = analyse([write_grid(tmp_path / "known", two_settings() + alone)])
-    assert len(found.grids.cells) == len(known.grids.cells) + 3
-    old = found.effects["axis"].isin(known.effects["axis"])
-    assert found.effects[old].reset_index(drop=True).equals(known.effects)
-
-
-@pytest.mark.parametrize("status", ["oom", "error", "timeout", "skipped"])
-def test_what_did_not_complete_is_never_data(tmp_path: Path, known: Data, status: str) -> None:
+def test_what_did_not_complete_is_never_data(tmp_path: Path, known: Data) -> None:
     rows = two_settings((4, 8, 16))
-    rows += [unmeasured(status, "why", batch=32, compiled=compiled) for compiled in (False, True)]
+    for batch, status in enumerate(("oom", "error", "timeout", "skipped"), start=32):
+        rows += [unmeasured(status, "why", batch=batch, compiled=compiled) for compiled in (False, True)]
     found = analyse([write_grid(tmp_path / "known", rows)])
     assert len(found.grids.cells) == len(known.grids.cells)
     assert found.effects.equals(known.effects)
-
-
-def test_zero_throughput_is_no_data(tmp_path: Path) -> None:
-    rows = [row(throughput=50), {**row(compiled=True), "images_per_second_mean": 0.0}]
-    assert analyse([write_grid(tmp_path / "grid", rows)]).effects.empty
 
 
 def test_repeats_are_averaged_before_they_pair(tmp_path: Path) -> None:
@@ -295,11 +278,9 @@ def test_a_section_appears_if_it_has_data(tmp_path: Path, known: Data) -> None:
             + [row(batch=16), row(batch=16, compiled=True, throughput=90)],
             ["torch.compile: off → on: +50% images/s, no clear change in memory (5 pairs)"],
         ),
-        ([row(), row(batch=16)], []),
         ([row(), row(batch=16, compiled=True)], []),
-        ([unmeasured("oom", "out")], []),
     ],
-    ids=["slower", "noise", "not all pairs", "all eager", "no pair", "nothing completed"],
+    ids=["slower", "noise", "not all pairs", "no pair"],
 )
 def test_the_headline_follows_the_pairs(tmp_path: Path, rows: list[Row], lines: list[str]) -> None:
     analysis = analyse([write_grid(tmp_path / "grid", rows)])
@@ -391,10 +372,9 @@ def test_the_plots_are_in_the_page_and_next_to_it_as_png_and_svg(reports: list[d
     assert "activation checkpointing: none → selective" in files["effects.svg"].decode()
 
 
-def test_the_report_loads_nothing_and_is_reproducible(reports: list[dict[str, bytes]]) -> None:
+def test_the_report_is_reproducible_and_links_the_files_next_to_it(reports: list[dict[str, bytes]]) -> None:
     assert reports[0] == reports[1]
     page = reports[0]["report.html"].decode()
-    assert not re.search(r"""<(?:script|link|img|image|iframe|object)\b[^>]*(?:src|href)=|@import|url\((?!#)""", page)
     links = set(re.findall(r"""<a href="([^"#][^"]*)""", page))
     assert links == reports[0].keys() - {"report.html"}, "the files next to it"
 
@@ -425,11 +405,10 @@ def test_effects_csv_holds_the_effects(tmp_path: Path, run_script: RunScript) ->
 @pytest.mark.parametrize(
     "rows",
     [
-        [row(batch=16, parallel="2,4", peak_memory_gib=None, loss_last=None)],
-        [row(mfu_mean=None, mfu_std=None), row(compiled=True, mfu_mean=None)],
+        [row(batch=16, mfu_mean=None, peak_memory_gib=None, loss_last=None)],
         [unmeasured("error", "it died before it said anything", device="", torch_version="", num_devices=None)],
     ],
-    ids=["one run without memory", "no MFU", "nothing started"],
+    ids=["little was measured", "nothing started"],
 )
 def test_a_report_can_be_made_of_little(tmp_path: Path, run_script: RunScript, rows: list[Row]) -> None:
     folder = write_grid(tmp_path / "grid", rows)
@@ -444,9 +423,7 @@ def test_a_report_can_be_made_of_little(tmp_path: Path, run_script: RunScript, r
 @pytest.mark.parametrize(
     ("change", "about", "mentions"),
     [
-        (lambda text: text[:-9], "{csv}", ["cut off"]),
         (lambda text: text.splitlines()[0] + "\n", "{csv}", ["no run"]),
-        (lambda text: text.replace("123.25", "fast"), "{csv}", ["does not parse"]),
         (lambda text: text.replace('"1,1"', '"1x1"'), 'parallel = "1x1"', ["replicate,shard", '"2,4"']),
     ],
 )
