@@ -169,6 +169,7 @@ def test_meshes_are_compared_on_equal_devices_only(tmp_path: Path) -> None:
     assert list(zip(pairs["from_value"], pairs["to_value"], strict=True)) == [("1,2", "2,1"), ("1,4", "4,1")]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_begins_with_each_effect_in_one_line(known: Data) -> None:
     page = page_of(known)
     assert page.headlines == [
@@ -389,6 +390,7 @@ def test_labels_in_plots_are_never_formulas_or_markup(tmp_path: Path) -> None:
         assert name in svg[: svg.index("</figure>")], name
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_effects_csv_holds_the_effects(tmp_path: Path, run_script: RunScript) -> None:
     assert run_script(SCRIPT, write_grid(tmp_path / "grid", two_settings()), "--out", tmp_path)[0] == 0
     with open(tmp_path / "effects.csv", newline="") as file:
@@ -402,6 +404,7 @@ def test_effects_csv_holds_the_effects(tmp_path: Path, run_script: RunScript) ->
     assert len(pairs) == 12
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "rows",
     [
@@ -478,6 +481,7 @@ def write_run(folder: Path, *flags: str, state: str = "completed", **content: An
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_of_runs_that_no_grid_made_is_analysed(tmp_path: Path, run_script: RunScript) -> None:
     """The axes are the options that differ. A global batch that follows from batch and ranks is not an axis."""
     folder = tmp_path / "runs"
@@ -502,6 +506,7 @@ def test_a_folder_of_runs_that_no_grid_made_is_analysed(tmp_path: Path, run_scri
     assert "training.global_batch_size" in analyse([folder]).grids.varied
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [

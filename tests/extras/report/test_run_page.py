@@ -52,12 +52,6 @@ def runs(zoo: Zoo, tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without rendered plots, which take seconds."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, file, **options: file.write(b"<svg></svg>"))
-
-
 def headings(page: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page)
 
@@ -233,6 +227,7 @@ def write_metrics(run: Path, lines: list[Any]) -> None:
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_damaged_files_are_named_and_left_out(runs: Path, run_script: RunScript) -> None:
     run = runs / "one"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

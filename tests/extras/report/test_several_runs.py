@@ -223,6 +223,7 @@ def test_curves_part_where_losses_differ_by_more_than_a_thousandth(
     assert len(page_of(found).headlines) == 1 + (parted_at is None)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_was_not_measured_is_none_and_never_zero(tmp_path: Path, run_script: RunScript) -> None:
     bare = [{"step": 1, "loss": None, "psnr": None}, {"step": 2, "loss": math.nan}]
     a = write_run(tmp_path / "a", bare, hardware={}, config={"training": {}}, trajectory={})
@@ -236,6 +237,7 @@ def test_what_was_not_measured_is_none_and_never_zero(tmp_path: Path, run_script
     assert "running, or killed, resumed" in text and not re.search(r"\bnan\b|\bNone\b|\binf\b|PSNR", text)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_grid_is_compared_run_by_run_in_the_order_of_its_ledger(tmp_path: Path, run_script: RunScript) -> None:
     grid = tmp_path / "grid"
     for name in ("rank-1", "rank-16", "rank-2"):
@@ -255,6 +257,7 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [run.label for run in compared(*folders).runs] == ["cpu/run", "a40/run"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [

@@ -171,6 +171,7 @@ def test_verdicts_are_those_of_the_tests(tmp_path: Path) -> None:
     assert found["corrected_p"].tolist() == pytest.approx(holm(np.array(p)).tolist())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_seed_gives_no_verdict_however_large_the_difference(tmp_path: Path) -> None:
     analysis = analysis_of(tmp_path, square(1, **{FD: swiglu_helps}))
     assert set(analysis.verdicts["verdict"]) == {"one seed: no verdict"}
@@ -300,6 +301,7 @@ def speeds(num_seeds: int = 3) -> list[Row]:
     ]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     analysis = analyse([write_grid(tmp_path / "grid", speeds(), axes=(SEED,))])
     results = analysis.grids
@@ -364,6 +366,7 @@ def test_the_report_the_terminal_and_the_csv_have_the_verdicts(tmp_path: Path, r
     assert float(entry["low"]) < float(entry["difference"]) < float(entry["high"]) < 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_fewer_figures_are_fewer_comparisons(tmp_path: Path, run_script: RunScript) -> None:
     rows = square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})
     folder = write_grid(tmp_path / "grid", rows, axes=(MLP, NORM, SEED))
