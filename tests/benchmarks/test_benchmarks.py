@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of scripts, not a package
 
-import plain_dit
 import step_cases
 import step_measure
 import step_time
@@ -118,25 +117,6 @@ def test_the_plain_model_has_our_parameters_and_flops() -> None:
     shapes = [{name: tuple(value.shape) for name, value in model.named_parameters()} for model in (ours, plain)]
     assert shapes[0] == shapes[1]
     assert counter.get_total_flops() == count_model_flops(spec).total
-
-
-def test_the_plain_loop_trains_every_weight_and_averages() -> None:
-    torch.manual_seed(0)
-    model = step_cases.build_plain(step_cases.build_spec(OURS))
-    trainer_step.fill_with_normal(model)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    sample, label = step_cases.random_batch(OURS, 4, CPU)
-    averages: list[list[torch.Tensor]] = []
-    lerp = torch._foreach_lerp_
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_foreach_lerp_", lambda *args: (averages.append(args[0]), lerp(*args)))
-        plain_dit.training_step(
-            model, list(model.parameters()), sample=sample, label=label, null_label=1000, autocast=False, decay=0.5
-        )()
-    same = [name for name, weight in model.state_dict().items() if torch.equal(weight, before[name])]
-    assert same == ["pos_embed"]
-    for average, (name, weight) in zip(averages[0], model.named_parameters(), strict=True):
-        torch.testing.assert_close(average, (before[name] + weight) / 2)
 
 
 def test_a_quick_run_writes_every_row_and_every_ratio(
@@ -240,20 +220,6 @@ def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: Run
     assert list(ends.values()) == sorted(ends.values())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "mistake"),
-    [
-        (["--batch_size", "8", "15", "--ranks", "2"], "--batch_size 15: must be a multiple of --ranks"),
-        (["options"], "--flags: the suite options"),
-    ],
-)
-def test_a_mistaken_option_is_refused(arguments: list[str], mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        step_time.main([*arguments, "--device=cpu"])
-    assert stopped.value.code == 2
-    assert mistake in capsys.readouterr().err
-
-
 def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     out = tmp_path / "lora.json"
@@ -280,12 +246,3 @@ def test_the_cost_of_objectives_is_relative_to_flow_matching(tmp_path: Path, run
     assert [line.split("  ")[0] for line in printed.splitlines()] == list(rows)
     assert rows["flow_matching"]["flops"] == rows["flow_matching"]["time"] == 1
     assert rows["imf guidance=true"]["flops"] > rows["imf"]["flops"] > rows["imf tangent=data"]["flops"] > 1
-
-
-def test_cpu_attention_is_measured_in_turns(tmp_path: Path, run_alone: RunAlone) -> None:
-    out = tmp_path / "attention.json"
-    printed = run_alone("benchmarks/cpu_attention.py", "--rounds=2", f"--out={out}")
-    rows = json.loads(out.read_text())["rows"]
-    assert len(printed.splitlines()) == len(rows) == 4
-    for row in rows.values():
-        assert row["ratio"] > 0 and row["kernel_ms"] > 0 and row["products_ms"] > 0

@@ -162,9 +162,9 @@ def test_float32_products_cost_no_accuracy() -> None:
 
 def test_a_set_smaller_than_a_subset_is_compared_as_a_whole() -> None:
     few, many = random_features(50), random_features(300, seed=1)
-    assert kernel_distance(few, many, subset_size=300) == pytest.approx((polynomial_mmd(few, many), 0), rel=1e-5)
-    subsets = kernel_distance(few, many, subset_size=100, num_subsets=300)
-    assert subsets.mean == pytest.approx(polynomial_mmd(few, many), abs=4 * subsets.std / 300**0.5)
+    whole = polynomial_mmd(few, many)
+    assert kernel_distance(few, many, subset_size=300) == pytest.approx(whole, rel=1e-5)
+    assert kernel_distance(few, many, subset_size=100, num_subsets=1000) == pytest.approx(whole, rel=0.2)
 
 
 # References
@@ -201,7 +201,6 @@ kid = kid_features_to_metric(first, second, kid_subsets=20, kid_subset_size=400,
 result = {
     "fid": fid_statistics_to_metric(*statistics, False)["frechet_inception_distance"],
     "kid": kid["kernel_inception_distance_mean"],
-    "kid_std": kid["kernel_inception_distance_std"],
     "is": isc_features_to_metric(logits, splits=1, shuffle=False)["inception_score_mean"],
 }
 """
@@ -219,7 +218,7 @@ def test_the_same_features_give_the_figures_of_torchmetrics(tmp_path: Path) -> N
     assert inception_score(logits) == pytest.approx(expected["is"], rel=1e-3)
     # Other subsets are drawn: within their spread.
     ours = kernel_distance(first, second, num_subsets=300, subset_size=400)
-    assert ours.mean == pytest.approx(expected["kid"], abs=4 * ours.std / 300**0.5)
+    assert ours == pytest.approx(expected["kid"], rel=0.25)
 
 
 @pytest.mark.slow
@@ -229,5 +228,4 @@ def test_the_same_features_give_the_figures_of_torch_fidelity(tmp_path: Path) ->
     assert frechet_distance(gaussian_of(first), gaussian_of(second)) == pytest.approx(expected["fid"], rel=1e-8)
     assert inception_score(logits) == pytest.approx(expected["is"], rel=1e-8)
     ours = kernel_distance(first, second, num_subsets=20, subset_size=400)
-    assert ours.mean == pytest.approx(expected["kid"], rel=1e-4)
-    assert ours.std == pytest.approx(expected["kid_std"], rel=1e-3)
+    assert ours == pytest.approx(expected["kid"], rel=1e-4)

@@ -250,7 +250,7 @@ class Quality:
     def _kernel(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
         others = {"KID": reference.pool, "KID to held-out": self._pool("held_out")}
         return {
-            name: with_halves(partial(kernel_mean, other), pool, smallest=2)
+            name: with_halves(partial(kernel_distance, references=other), pool, smallest=2)
             for name, other in others.items()
             if other is not None and len(other) > 1
         }
@@ -274,7 +274,7 @@ class Quality:
             floor["held-out FD"] = Figure(distance, len(held_out))
         if len(held_out) > 1 and reference.pool is not None:
             train = reference.pool
-            distance = self._kept("held-out KID", lambda: kernel_mean(train, held_out))
+            distance = self._kept("held-out KID", lambda: kernel_distance(held_out, train))
             floor["held-out KID"] = Figure(distance, len(held_out))
         return floor
 
@@ -394,7 +394,3 @@ def frechet_figure(features: Tensor, reference: Gaussian) -> Figure:
         return Figure(found, len(features))
     halves = (frechet_distance(reference, even.gaussian()), frechet_distance(reference, odd.gaussian()))
     return Figure(found, len(features), halves)
-
-
-def kernel_mean(reference: Tensor, features: Tensor) -> float:
-    return kernel_distance(features, reference).mean
