@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,47 +165,6 @@ def test_a_ratio_with_a_large_spread_is_not_reported() -> None:
     assert step_time.table(result).endswith("ours / plain: not reported: spread 30%")
     steady = step_time.result_of(group, timed(group, [0.9, 1.0, 1.3], [1.0, 1.0, 1.0]))
     assert steady["comparison"]["ratio"] == 1.0, "a fifth of the median is allowed"
-
-
-@pytest.mark.parametrize(
-    ("error", "status"), [(torch.OutOfMemoryError("CUDA out of memory"), "oom"), (RuntimeError("no kernel"), "error")]
-)
-def test_a_sweep_records_a_failure_and_stops(
-    error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None
-) -> None:
-    def build_step(case: Case, *, batch_size: int, **options: Any) -> trainer_step.Step:
-        if batch_size >= 4:
-            raise error
-        return trainer_step.Step(lambda: None, 7)
-
-    monkeypatch.setattr(step_measure, "build_step", build_step)
-    groups = [Group("sweep", (OURS,), size) for size in (1, 2, 4, 8)]
-    monkeypatch.setattr(step_time, "chosen_groups", lambda args: groups)
-    args = step_time.parse(["--quick", "--device=cpu"])
-    rows = [row for result in step_time.measure_groups(args, {}, tmp_path / "a.json") for row in result["rows"]]
-    assert [row["status"] for row in rows] == ["ok", "ok", status]
-    assert str(error) in rows[-1]["reason"]
-    assert rows[-1]["step_time_s"] is None
-    assert rows[0]["peak_memory_gib"] is None or rows[0]["peak_memory_gib"] > 0
-
-
-def test_two_ranks_are_measured_in_processes(monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
-    monkeypatch.setattr(step_measure, "START_METHOD", "forkserver")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    group = Group("plain", (OURS, PLAIN), 2, num_ranks=2)
-    rows = step_measure.measure_in_processes(group, SETTINGS, seconds_left=200)
-    assert [(row["status"], row["num_ranks"], len(row["blocks_s"])) for row in rows] == [("ok", 2, 3)] * 2
-
-
-def hang(group: Group, settings: step_measure.Settings) -> None:
-    time.sleep(1000)
-
-
-def test_processes_that_hang_are_killed(monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
-    monkeypatch.setattr(step_measure, "START_METHOD", "fork")
-    monkeypatch.setattr(step_measure, "measure", hang)
-    (row,) = step_measure.measure_in_processes(Group("sweep", (OURS,), 2), SETTINGS, seconds_left=0.1)
-    assert (row["status"], row["reason"]) == ("skipped", "the time limit was reached")
 
 
 def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: RunDistributed) -> None:

@@ -94,16 +94,6 @@ def test_a_section_and_its_processes_end_at_the_time_limit(hour: Any) -> None:
     assert record["seconds"] < 30 and record["rows"]
 
 
-def test_figures_are_checked_unless_the_gpu_is_emulated(hour: Any, tmp_path: Path) -> None:
-    wrong = (sys.executable, "-c", "open(r'{folder}/n', 'w').write('8')")
-    code, document = hour([section("a", wrong)], "--emulated")
-    assert (code, document["sections"]["a"]["status"], document["sections"]["a"]["problem"]) == (0, "ok", "not 7")
-    assert "Emulated: nothing computed" in (tmp_path / "hour.md").read_text()
-    (tmp_path / "hour.json").unlink()
-    code, document = hour([section("a", wrong)])
-    assert (code, document["sections"]["a"]["error"]) == (1, "not 7")
-
-
 def test_cheap_sections_run_end_to_end_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "hour.json"
     names = ["step_xl", "resume", "oom"]

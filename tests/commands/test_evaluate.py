@@ -213,17 +213,6 @@ def test_two_files_are_compared_without_a_run(evaluate: Evaluate, run_script: Ru
     assert cards.repeated(tmp_path / "out", run_script).figures == same.figures
 
 
-def test_a_saved_reference_replaces_the_training_images(evaluate: Evaluate, tmp_path: Path) -> None:
-    file = tmp_path / "training.npz"
-    against_data, _ = evaluate(*FEW, f"--save_reference={file}")
-    assert image_shape(file) == (80, 8, 8)
-    against_file, _ = evaluate(*FEW, f"--reference={file}", out=tmp_path / "against_file")
-    for name, figure in against_data.figures.items():
-        assert against_file.figures[name].value == pytest.approx(figure.value, rel=1e-6), name
-    with np.load(file) as arrays:
-        assert set(arrays.files) >= {"arr_0", "mu", "sigma", "mu_s", "sigma_s"}
-
-
 def test_a_run_whose_data_is_gone_is_compared_with_a_file(
     evaluate: Evaluate, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +244,6 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
         (["--metrics=inception", "--inception_weights={larger}"], "{larger}", ["SHA-256"]),
         (["--images={larger}", "--num_samples=40"], "--num_samples", ["--images"]),
         (["--images={larger}", "--sampling.num_steps=7"], "--sampling.num_steps=7", ["--images"]),
-        (["--save_reference=x.npz", "--metrics=classifier"], '--save_reference = "x.npz"', ["effnet", "inception"]),
         (["--without_data"], "--without_data", ["--reference"]),
         (
             ["--without_data", "--reference={same_size}", "--metrics=classifier", "--class_balance=random"],

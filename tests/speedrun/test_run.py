@@ -110,13 +110,6 @@ def test_samplers_share_a_training_and_widths_do_not(tmp_path: Path, monkeypatch
     ]
 
 
-def test_more_model_evaluations_than_allowed_give_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_call", Scripts(evaluations=63))
-    with pytest.raises(ConfigError, match="63 model evaluations per sample; the protocol allows 32"):
-        run.make(trials(tmp_path)[0])
-    assert not (tmp_path / "results").exists()
-
-
 def test_a_changed_entry_is_trained_anew_and_its_old_result_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,21 +122,6 @@ def test_a_changed_entry_is_trained_anew_and_its_old_result_refused(
     trial.result_path.unlink()
     run.make(changed)
     assert [script for script, _ in scripts.calls].count("train") == 2
-
-
-def test_a_failed_training_is_a_trial_when_tuning_and_an_error_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(trial: Any, script: str, arguments: list[str]) -> None:
-        trial.run.mkdir(parents=True)
-        (trial.run / "status.json").write_text(json.dumps({"state": "error", "reason": "step 7: the loss is NaN"}))
-        raise ConfigError("train failed (1)")
-
-    monkeypatch.setattr(run, "_call", fail)
-    result = run.make(trials(tmp_path, "--seeds", "100")[0])
-    assert result["failed"] == "step 7: the loss is NaN"
-    with pytest.raises(ConfigError, match="train failed"):
-        run.make(trials(tmp_path, "--seeds", "0")[0])
 
 
 def test_a_check_repeats_a_committed_result_and_compares(

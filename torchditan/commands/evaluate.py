@@ -92,7 +92,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--out", type=Path, help="folder of the card (default: in evaluation/ of the run, or outputs/NAME)"
     )
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
-    parser.add_argument("--save_reference", type=Path, help="write the training images and their statistics as .npz")
     args, flags = parser.parse(argv)
     without_effect = [name for name in OF_SAMPLES if getattr(args, name) != parser.get_default(name)]
     check(args, [*(f"--{name}" for name in without_effect), *flags])
@@ -109,11 +108,6 @@ def check(args: argparse.Namespace, of_samples: Sequence[str]) -> None:
         raise option_error("--without_data", True, "needs a --reference to compare with")
     if args.reference is None and args.run is None:
         raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
-    if args.save_reference is not None:
-        if args.reference is not None or args.run is None:
-            right = "writes the training images of a run, which must be the reference"
-            raise option_error("--save_reference", str(args.save_reference), right)
-        check_output("--save_reference", args.save_reference)
     if args.out is not None:
         check_output("--out", args.out / CARD_FILE)
 

@@ -41,20 +41,6 @@ def trial(batch_size: int, *, fits_up_to: int, speed: Callable[[int], float] = f
     return Trial(batch_size, "completed", speed(batch_size), 0.5, 0)
 
 
-@pytest.mark.parametrize(("truth", "guess", "most"), [(100, 104, 5), (1000, 960, 9), (96, None, 8)])
-def test_a_good_guess_saves_trials(truth: int, guess: int | None, most: int) -> None:
-    asked: list[int] = []
-
-    def run_trial(batch_size: int) -> Trial:
-        asked.append(batch_size)
-        return trial(batch_size, fits_up_to=truth)
-
-    options: dict[str, Any] = {"candidates": range(1, 4097), "goal": "largest", "memory_margin": 0.05}
-    found = search(run_trial, **options, guess=guess)
-    assert found is not None and found.batch_size == truth
-    assert len(asked) <= most + 3, asked
-
-
 def test_the_fastest_is_the_best_of_what_was_tried_and_need_not_be_the_largest() -> None:
     def peaked(batch_size: int) -> float:
         return 1000.0 - abs(batch_size - 32)

@@ -59,16 +59,6 @@ def test_without_pyarrow_there_is_a_csv_alone_and_no_old_parquet(
     assert [path.name for path in tmp_path.iterdir()] == ["runs_summary.csv"]
 
 
-@pytest.mark.parametrize("end", [0.2, 0.99])
-def test_a_ledger_cut_anywhere_is_refused_in_one_line(end: float, tmp_path: Path) -> None:
-    write_ledger(tmp_path, [row("a"), row("b")], axes=AXES)
-    path = tmp_path / "runs_summary.csv"
-    path.write_bytes(path.read_bytes()[: int(end * path.stat().st_size)])
-    with pytest.raises(ConfigError, match=r"runs_summary\.csv.*move .*away") as caught:
-        read_ledger(tmp_path, axes=AXES)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -97,12 +87,6 @@ def test_the_window_is_the_last_steps_and_memory_is_of_all() -> None:
     assert measured["compile_s"] == 7.0
     assert measured["mfu_mean"] is None, "the peak is unknown, not zero"
     assert measure(records[:2], window=2, num_devices=4) == {}, "too short for its window"
-
-
-def test_a_loss_that_is_no_number_is_missing() -> None:
-    measured = measure([record(1), record(2), record(3, loss=None)], window=2, num_devices=1)
-    assert (measured["loss_last"], measured["loss_mean"]) == (None, None)
-    assert measured["step_time_s_mean"] == 1.0
 
 
 def test_figures_of_quality_are_those_after_the_last_step() -> None:

@@ -169,15 +169,6 @@ def test_a_folder_that_is_no_grid_is_refused_and_left_alone(run_here: RunHere, t
     assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("change", [{"axes": {"training.seed": 0}}, {"name": None}])
-def test_a_grid_json_of_other_types_is_refused(change: dict[str, Any], run_here: RunHere, tmp_path: Path) -> None:
-    run_here(small_grid())
-    file = tmp_path / "outputs" / "g" / "grid.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(ConfigError, match=r"grid\.json does not describe a grid"):
-        run_here(small_grid())
-
-
 RUNNER = """
 import io, sys
 from pathlib import Path

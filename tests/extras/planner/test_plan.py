@@ -30,7 +30,6 @@ from torchditan.config.loader import as_flags, load_config
 from torchditan.config.options import Config, Model
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import build_objective, split
-from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.extras.planner import plan as planner
 from torchditan.extras.planner import trace as tracing
 from torchditan.extras.planner.alternatives import alternatives, is_better
@@ -331,30 +330,6 @@ def test_activations_of_a_block_are_those_counted_by_hand(checkpointing: Any) ->
     assert tuple(trace.backward.net) == (-fixed, -per_image)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
-def test_a_cpu_block_keeps_what_its_trace_says(checkpointing: Any) -> None:
-    spec, batch_size, dtype = spec_of(config_of()), 5, torch.bfloat16
-    trace = trace_blocks(spec, dtype=dtype, checkpointing=checkpointing, kernels="cpu")[1]
-
-    model = spec.build().to(dtype)
-    block = spec.blocks(model)[0]
-    mode = "selective" if checkpointing == "op" else checkpointing
-    apply_activation_checkpoint(spec.blocks(model), mode=mode, selective_option="op")
-    from torchditan.models.dit import rope_table
-
-    width, tokens = 64, spec.num_tokens
-    c = torch.randn(batch_size, width, dtype=dtype, requires_grad=True)
-    rope = rope_table(spec.config, 16, 16, torch.device("cpu"))
-    source = torch.randn(batch_size, tokens, width, dtype=dtype, requires_grad=True)
-    census = Census()
-    with census:
-        x = source * 1
-        before = census.total()
-        x = block(x, c, rope)
-        assert census.total() - before == trace.forward.left(batch_size)
-    assert x.requires_grad
-
-
 def dit_7b(*flags: str) -> Config:
     return load_config(["--job.config_file=dit_7b", *flags])
 
@@ -649,18 +624,6 @@ def test_the_tool_reports_mistakes_in_one_line(
     printed = capsys.readouterr()
     assert_refused(printed.err, about, mentions)
     assert printed.out == ""
-
-
-@pytest.mark.nightly
-def test_the_truth_table_is_written_cell_by_cell(tmp_path: Path) -> None:
-    script, out = REPOSITORY / "benchmarks" / "planner_truth.py", tmp_path / "truth.json"
-    options = ["--device", "cpu", "--models", "debugmodel", "--no_compiled", "--out", str(out)]
-    result = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, env=ENVIRONMENT)
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 4
-    assert all(row["status"] == "ok" and row["planned_gib"] > 0 and row["measured_s"] > 0 for row in rows)
-    assert out.with_suffix(".md").read_text().count("not measured") == 4  # a CPU has no allocator's peak
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,16 +168,6 @@ def test_meshes_are_compared_on_equal_devices_only(tmp_path: Path) -> None:
     assert list(zip(pairs["from_value"], pairs["to_value"], strict=True)) == [("1,2", "2,1"), ("1,4", "4,1")]
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_the_page_begins_with_each_effect_in_one_line(known: Data) -> None:
-    page = page_of(known)
-    assert page.headlines == [
-        f"torch.compile: off → on: +50% images/s, {MINUS}20% memory (6 pairs)",
-        f"activation checkpointing: none → selective: {MINUS}10% images/s, {MINUS}40% memory (6 pairs)",
-    ]
-    assert "12 runs: 12 completed." in page.html
-
-
 def published_rows() -> list[Row]:
     """Two published models, of which only one ran at two resolutions; checkpointing all blocks costs a fifth."""
     settings = [
@@ -254,13 +243,6 @@ def test_loss_is_drawn_by_precision_and_learning_rate(tmp_path: Path) -> None:
     (cross,) = (line for panel in figure.axes for line in panel.lines if line.get_marker() == "X")
     assert cross.get_xydata().tolist() == [[4, 4]], "where the failed run ended"
     assert [text.get_text() for text in figure.legends[0].texts] == ["optimizer.lr 0.001", "optimizer.lr 0.0001"]
-
-
-def test_a_section_appears_if_it_has_data(tmp_path: Path, known: Data) -> None:
-    folder = write_grid(tmp_path / "grid", [row()])
-    assert "Loss" not in titles(known)
-    write_losses(folder, row(), [3.0, 2.0, 1.5])
-    assert titles(analyse([folder])) == ["Loss", "Throughput and memory", "Hardware and versions"]
 
 
 @pytest.mark.parametrize(
@@ -504,42 +486,3 @@ def test_a_folder_of_runs_that_no_grid_made_is_analysed(tmp_path: Path, run_scri
     assert (code, out) == (0, f"report: {folder}/analysis/report.html\n"), err
     write_run(folder / "accumulated", "--training.batch_size=8", "--training.global_batch_size=32")
     assert "training.global_batch_size" in analyse([folder]).grids.varied
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(
-    ("arguments", "about", "mentions"),
-    [
-        ([], "", ["required", "grid"]),
-        (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json"', ["writable folder"]),
-    ],
-)
-def test_a_mistake_in_the_command_is_one_line(
-    tmp_path: Path, run_script: RunScript, arguments: list[str], about: str, mentions: list[str]
-) -> None:
-    folder = write_grid(tmp_path / "grid", [row()])
-    code, out, err = run_script(SCRIPT, *(argument.format(grid=folder) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert_refused(err, about.format(grid=folder), mentions)
-
-
-@pytest.mark.nightly
-def test_ten_thousand_rows_take_less_than_twenty_seconds(tmp_path: Path, run_script: RunScript) -> None:
-    settings = itertools.product(
-        (1, 2, 4, 8, 16, 32, 64), (False, True), ("none", "selective", "full"), ("float32", "bfloat16"), ("1,8", "8,1"),
-        (2, 4, 8), range(20),
-    )  # fmt: skip
-    keys = ("batch", "compiled", "checkpointing", "precision", "parallel", "patch", "seed")
-    rows = []
-    for setting in settings:
-        values = dict(zip(keys, setting, strict=True))
-        seed = values.pop("seed")
-        speed = 10 * values["batch"] * (1.5 if values["compiled"] else 1) * (1 + seed / 1000)
-        entry = row(**values, throughput=speed, memory=values["batch"], **{"training.seed": seed})
-        rows.append({**entry, "run_name": f"{entry['run_name']}_seed-{seed}"})
-    assert len(rows) > 10_000
-    folder = write_grid(tmp_path / "grid", rows, axes=("training.seed",))
-    start = time.process_time()  # other work on the machine is not ours
-    assert run_script(SCRIPT, folder)[0] == 0
-    assert time.process_time() - start < 20
-    assert "torch.compile: off → on: +50% images/s" in (folder / "analysis" / "report.html").read_text()

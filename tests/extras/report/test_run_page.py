@@ -131,14 +131,6 @@ def test_the_newest_evaluation_is_shown(runs: Path, run_script: RunScript) -> No
     assert not any(absent in page for absent in ("1,017", "1,019", "1,234"))
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_resumed_run_is_said_to_have_been_resumed_and_at_which_step_it_is(runs: Path, run_script: RunScript) -> None:
-    """The step of the resume is not recorded, so the page does not name one."""
-    change_config(runs / "one", lambda content: content.update(started="2030-01-01T00:00:00+00:00"))
-    assert "one: completed, resumed at step 6. " in page_of(run_script, runs / "one")
-    assert "two: completed at step 6. " in page_of(run_script, runs / "two")
-
-
 def test_several_runs_are_side_by_side_with_what_differs(runs: Path, run_script: RunScript) -> None:
     page = page_of(run_script, runs / "one", runs / "two", "--labels", "slow", "fast")
     assert (runs / "report.html").exists()

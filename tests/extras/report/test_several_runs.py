@@ -142,12 +142,6 @@ def test_one_job_on_two_machines(tmp_path: Path, run_script: RunScript) -> None:
     assert (first["psnr_at_equal_step"], first["elapsed_s_at_equal_step"]) == ("20.0", "29.0")
 
 
-def test_every_step_after_the_first_counts_once_however_often_it_is_logged(tmp_path: Path) -> None:
-    often = [line(step, seconds=3.0) for step in (1, 2, 3, 4)]  # three steps of 3 s, then sixteen of 1 s in one window
-    folders = [write_run(tmp_path / "a", [*often, line(20)]), write_run(tmp_path / "b", [line(1)])]
-    assert compared(*folders).table["steps_per_second"].tolist() == [1.0, None]
-
-
 def test_hardware_and_parallel_mode_are_those_of_the_world(tmp_path: Path) -> None:
     degrees = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
     cases = [
@@ -250,11 +244,6 @@ def test_a_grid_is_compared_run_by_run_in_the_order_of_its_ledger(tmp_path: Path
     assert "status completed completed out of memory" in text_of((grid / "compare" / "compare.html").read_text())
     rows = list(csv.DictReader((grid / "compare" / "compare.csv").read_text().splitlines()))
     assert [row["label"] for row in rows] == ["rank-1", "rank-2", "rank-16"]
-
-
-def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / machine / "run", run_id=machine) for machine in ("cpu", "a40")]
-    assert [run.label for run in compared(*folders).runs] == ["cpu/run", "a40/run"]
 
 
 @pytest.mark.usefixtures("undrawn")

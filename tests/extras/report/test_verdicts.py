@@ -122,7 +122,7 @@ def test_equal_differences_show_no_spread_and_decide_nothing(differences: list[f
     assert holm(tests.p)[1] == pytest.approx(2 * tests.p[1]), "it counts as a comparison all the same"
 
 
-@pytest.mark.parametrize(("mean", "level"), [(1.0, 0.05), (-2.0, 0.001), (1.8, 0.001), (0.4, 0.01)])
+@pytest.mark.parametrize(("mean", "level"), [(1.0, 0.05), (-2.0, 0.001)])
 def test_the_number_of_seeds_finds_the_difference_with_the_stated_power(mean: float, level: float) -> None:
     number = seeds_needed(mean, 1.0, level=level)
     assert number is not None

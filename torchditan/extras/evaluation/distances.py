@@ -31,11 +31,9 @@ class Gaussian:
     """(D,) float64."""
     covariance: Tensor
     """(D, D) float64."""
-    count: int | None = None
-    """Images; None where a file of statistics does not say."""
 
     def to(self, device: torch.device | str) -> Gaussian:
-        return Gaussian(self.mean.to(device), self.covariance.to(device), self.count)
+        return Gaussian(self.mean.to(device), self.covariance.to(device))
 
 
 class FeatureStatistics:
@@ -74,7 +72,7 @@ class FeatureStatistics:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        return Gaussian(self.mean.clone(), self.scatter / (self.count - 1), self.count)
+        return Gaussian(self.mean.clone(), self.scatter / (self.count - 1))
 
 
 def statistics_of(features: Tensor) -> FeatureStatistics:

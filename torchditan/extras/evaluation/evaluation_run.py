@@ -42,8 +42,7 @@ from torchditan.extras.evaluation.card import (
 from torchditan.extras.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 from torchditan.extras.evaluation.evaluator import Evaluator, is_judged_by_prompts
 from torchditan.extras.evaluation.metric import Pictures, Source
-from torchditan.extras.evaluation.quality import Quality
-from torchditan.extras.evaluation.sample_batches import image_shape, read_images, write_reference
+from torchditan.extras.evaluation.sample_batches import image_shape, read_images
 from torchditan.extras.evaluation.sample_parts import SampleParts, draw_pictures
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.registry import FAMILIES
@@ -335,21 +334,11 @@ class Subject:
         note(f"card: {self.folder / CARD_FILE}")
 
 
-def save_reference(path: Path, evaluator: Evaluator, quality: Quality) -> None:
-    """Write the training images, and statistics of the extractor's features. Only rank 0 has them all."""
-    pool, spatial = quality.reference_statistics()
-    pictures = evaluator.real_pictures("train", rank=0, world_size=1)
-    images = (batch.images.expand(-1, 3, -1, -1) for batch in pictures)
-    shape = (evaluator.shown["train"].num_images, *evaluator.image_size)
-    write_reference(path, images, shape=shape, pool=pool, spatial=spatial, extractor=quality.extractor.name)
-    note(f"reference: {path}")
-
-
 def options_of(args: argparse.Namespace, **chosen: Any) -> dict[str, Any]:
     """The options that repeat a command, as JSON: those given, those with defaults, and those that it chose itself."""
     found = {}
     for name, value in {**vars(args), **chosen}.items():
-        if value is not None and value is not False and name not in ("out", "save_images", "save_reference"):
+        if value is not None and value is not False and name not in ("out", "save_images"):
             found[name] = str(value) if isinstance(value, Path) else value
     return found
 
@@ -383,9 +372,6 @@ def evaluate(
     trained = open_run(args, [*flags, *given[0]], rank) if args.run is not None else None
     decode = trained.open_decoder() if trained is not None else lambda samples: samples  # before the slow work
     evaluator = build_evaluator(args, trained, decode, rank)
-    quality: Any = next((metric for metric in evaluator.metrics if isinstance(metric, Quality)), None)
-    if args.save_reference is not None and quality is None:
-        raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
     evaluator.read_real_images()
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
     images = {
@@ -395,8 +381,6 @@ def evaluate(
     }
     if args.reference is not None:
         images["train"] = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
-    if args.save_reference is not None and rank.rank == 0:
-        save_reference(args.save_reference, evaluator, quality)
 
     args.metrics = evaluator.names
     about = {"metrics": evaluator.names, "reference": images.get("train"), "held_out": images.get("held_out")}

@@ -143,11 +143,8 @@ class Quality:
             num_images, *size = image_shape(path)
             check_same_size(image_size, (size[0], size[1]), name=str(path))
             require_neighbours(num_images, K_DENSITY_COVERAGE, name=str(path))
-        gaussian = self._file_statistics[0]
-        if gaussian is None or gaussian.count is not None:
-            count = num_images if gaussian is None else gaussian.count
-            assert count is not None
-            require_full_rank(count, num_features, name=str(path))
+        if self._file_statistics[0] is None:
+            require_full_rank(num_images, num_features, name=str(path))
 
     def update(self, pictures: Pictures) -> None:
         """Add a batch. Sources and pictures come in any order.
@@ -191,18 +188,6 @@ class Quality:
         if name not in self._of_real:
             self._of_real[name] = compute()
         return self._of_real[name]
-
-    def reference_statistics(self) -> tuple[Gaussian, Gaussian | None]:
-        """Of the pooled and of the spatial features of the training images, or of the reference file.
-
-        Raises:
-            ConfigError: there are too few images, or the file cannot be read.
-        """
-        with full_float32(self.extractor.device):
-            reference = self._kept("reference", self._open_reference)
-        if reference.gaussian is None:
-            require_full_rank(len(self._sorted("train")["pool"]), self.extractor.num_features, name="training images")
-        return reference.gaussian, reference.spatial
 
     def compute(self) -> dict[str, Any]:
         """The figures of the table above by their full names; copies and floor only with held-out images.
