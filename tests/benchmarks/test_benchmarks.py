@@ -26,7 +26,7 @@ from step_cases import Case, Group
 from torchditan.models.flops import count_model_flops
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone, RunDistributed
+    from tests.conftest import RunAlone
 
 pytestmark = pytest.mark.nightly
 
@@ -156,26 +156,6 @@ def timed(group: Group, *times: list[float]) -> list[dict[str, Any]]:
     for row, seconds in zip(rows, times, strict=True):
         step_measure.add_times(row, seconds, flops=1, peak=None)
     return rows
-
-
-def test_a_ratio_with_a_large_spread_is_not_reported() -> None:
-    group = Group("plain", (OURS, PLAIN), 16)
-    result = step_time.result_of(group, timed(group, [0.8, 1.0, 1.4], [1.0, 1.0, 1.0]))
-    assert result["comparison"]["ratio"] is None
-    assert step_time.table(result).endswith("ours / plain: not reported: spread 30%")
-    steady = step_time.result_of(group, timed(group, [0.9, 1.0, 1.3], [1.0, 1.0, 1.0]))
-    assert steady["comparison"]["ratio"] == 1.0, "a fifth of the median is allowed"
-
-
-def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: RunDistributed) -> None:
-    report = tmp_path / "phases.json"
-    place = [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=start"]
-    flags = ["--job.config_file=quickstart.toml", "--model.flavor=debugmodel", "--training.global_batch_size=4"]
-    started = run_distributed(["benchmarks/start_time.py", "--start", report, *flags, *place], None)
-    assert started.returncode == 0, started.stderr
-    ends = json.loads(report.read_text())
-    assert tuple(ends) == ("imports", "options and data", "build", "first batch", "first step")
-    assert list(ends.values()) == sorted(ends.values())
 
 
 def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:

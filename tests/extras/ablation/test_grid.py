@@ -202,7 +202,6 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("training.batchsize = [1]", "axes: training.batchsize is not an option; did you mean training.batch_size?"),
-        ("metrics.log_freq = [1]", "axes: metrics.log_freq cannot be set in a grid: the runner sets it"),
         ("float8.recipe_name = ['rowwise']", "has no effect in any run: it needs float8.enable_float8_linear"),
         (
             "activation_checkpoint.selective_ac_option = ['1']",
@@ -213,7 +212,6 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
             "training.mixed_precision_param is set by precision; use that",
         ),
         ("parallel = ['8']", 'parallel = "8": must be "replicate,shard", for example "2,4"'),
-        ("model.patch_size = []", "axes.model.patch_size = []: an empty grid; must have at least one value"),
         ("model.patch_size = [2, 2]", "axes.model.patch_size = [2, 2]: lists 2 twice"),
         ("model.patch_size = [0]", "training.batch_size 2: model.patch_size = 0: must be an integer, at least 1"),
     ],
@@ -226,13 +224,10 @@ def test_an_axis_that_cannot_be_is_one_line(line: str, message: str, tmp_path: P
     ("text", "message"),
     [
         (SMALL.replace("window = 2", "window = 4"), "window = 4: must be less than steps = 4"),
-        ("steps = 4\nwindow = 2", "small is an empty grid: it has no axes"),
         ("exclude = [{model.flavor = 'debugmodel'}]\n" + SMALL, "small is an empty grid: every run is excluded"),
         ("autotune = 'biggest'\n" + SMALL, 'autotune = "biggest": must be one of largest, fastest'),
         ("autotune = 'largest'\n" + SMALL, "training.batch_size is set by autotune; leave it out of the grid"),
         (SMALL + "[settings]\ntraining.compile = true", "training.compile is an axis and a setting; keep one"),
-        ("steps = = 4", "small.toml: Invalid value (at line 1, column 9)"),
-        ("axes = 3", "axes must be a table, [axes]"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_line(text: str, message: str, tmp_path: Path) -> None:
@@ -249,13 +244,11 @@ COMMAND = "torchditan/extras/ablation/__main__.py"
         ("run debug --axes.parallel", "--axes.parallel", ["value"]),
         ("run debug --name ../x", "--name = '../x'", ["folder"]),
         ("run debug --launcher slrum", '--launcher = "slrum"', ["module:name", "slurm?"]),
-        ("run debug --launcher gone:Mine", '--launcher = "gone:Mine"', ["No module named 'gone'"]),
         (
             "run debug --launcher pathlib:Path",
             '--launcher = "pathlib:Path"',
             ["torchditan.extras.ablation.launch.Launcher"],
         ),
-        ("run debug --launcher 'local most=2'", '--launcher = "local most=2"', ["max_parallel"]),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exits_with_2(

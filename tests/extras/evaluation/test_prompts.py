@@ -116,13 +116,8 @@ def with_extra(
     [
         (COLOURS["green"], 1.0),
         (COLOURS["red"], 0.4),  # of a colour of the prompt, but faint
-        (COLOURS["blue"], 0.2),
-        (COLOURS["yellow"], 0.3),
         ((255, 255, 255), 1.0),  # outside the palette
-        ((0, 0, 0), 0.2),
-        ((0, 200, 220), 1.0),
         ((0, 200, 220), 0.2),
-        ((170, 170, 170), 1.0),
     ],
 )
 def test_whatever_is_not_background_is_an_object(colour: tuple[int, int, int], strength: float) -> None:

@@ -251,16 +251,11 @@ def test_a_grid_is_compared_run_by_run_in_the_order_of_its_ledger(tmp_path: Path
     ("arguments", "about", "mentions"),
     [
         (["--compare", "{a}"], '--compare = "{a}"', ["single", "two or more"]),
-        (["--compare", "{a}", "{grid}"], '--compare = "{a}"', ["single"]),
         (["--compare", "{a}", "{a}/../copyed"], "{a}/../copyed", ["{a}/../copied?"]),
-        (["--compare", "{a}", "{a}/.."], "{a}/..", ["run directory", "config.json"]),
         (["--compare", "{a}", "{b}", "--labels", "x"], '--labels = "x"', ["2 names"]),
         (["--compare", "{a}", "{b}", "--out={a}/config.json"], '--out = "{a}/config.json"', ["writable folder"]),
         (["{b}", "--compare", "{a}", "{b}"], "--compare", ["{b}", "grid folders"]),
-        (["--compare", "{a}", "{b}", "--out=out", "{b}"], "--compare", ["{b}", "grid folders"]),
-        (["--compare"], "--compare", ["at least one"]),
         (["{a}/..", "--labels", "x"], '--labels = "x"', ["runs", "grids"]),
-        (["{grid}", "--out=out", "gone"], "gone", ["one argument too many"]),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line(

@@ -240,7 +240,7 @@ def _table_of(rows: list[Row], axes: list[str]) -> pd.DataFrame:
             numbers = table[name].astype(float).replace([np.inf, -np.inf], np.nan)
             table[name] = numbers.where(numbers > 0) if name in _POSITIVE else numbers
     for axis in names[names.index("reason") + 1 : names.index("num_devices")]:
-        table[axis] = table[axis].replace({"True": "true", "False": "false"}).str.replace(r"\.0$", "", regex=True)
+        table[axis] = table[axis].str.replace(r"\.0$", "", regex=True)
     return table
 
 
