@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -156,24 +155,6 @@ def timed(group: Group, *times: list[float]) -> list[dict[str, Any]]:
     for row, seconds in zip(rows, times, strict=True):
         step_measure.add_times(row, seconds, flops=1, peak=None)
     return rows
-
-
-def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    out = tmp_path / "lora.json"
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve().parents[2] / "benchmarks/lora_against_full.py"),
-        "--steps=3",
-        f"--out={out}",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    cases = json.loads(out.read_text())["cases"]
-    assert list(cases) == ["full", "lora, bfloat16 base", "lora, int8 base"]
-    for case in cases.values():
-        assert case["step_time_s"] > 0 and case["peak_memory_gib"] > 0
-    assert cases["full"]["loss_last"] != cases["lora, int8 base"]["loss_last"]
 
 
 def test_the_cost_of_objectives_is_relative_to_flow_matching(tmp_path: Path, run_alone: RunAlone) -> None:

@@ -23,7 +23,7 @@ from refusals import assert_refused
 from torchditan.extras.evaluation.card import Card, cards_of_run, read_card
 from torchditan.extras.evaluation.sample_batches import image_shape, write_images
 from torchditan.registry import METRICS
-from torchditan.run.reading import read_metrics
+from torchditan.run.reading import read_config, read_metrics
 from torchditan.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -119,6 +119,9 @@ def test_a_distance_is_printed_with_recall_coverage_copies_and_an_interval(evalu
     assert not [line for line in lines if line.startswith(("{", "}", '  "'))], "JSON is in the card"
     assert (card.step, card.num_samples) == (2, 40)
     assert card.run == str(run) and card.reference.num_images == 80 and card.held_out is not None
+    stored = read_config(run)
+    assert (card.run_id, card.training_commit, card.training_seed) == (stored["run_id"], stored["git_commit"], 0)
+    assert (card.training_precision, card.training_versions, card.weights) == ("bfloat16", stored["versions"], "ema")
 
 
 def test_the_command_of_the_card_repeats_the_evaluation_to_the_bit(

@@ -22,7 +22,6 @@ from torchditan.extras.ablation.autotune import (
     NothingFits,
     Trial,
     TrialStore,
-    candidate_batches,
     find_batch_size,
     question_of,
     search,
@@ -53,17 +52,6 @@ def test_the_fastest_is_the_best_of_what_was_tried_and_need_not_be_the_largest()
     assert largest is not None and fastest is not None
     assert largest.batch_size == 300
     assert 16 <= fastest.batch_size <= 64
-
-
-def test_batches_are_multiples_or_divisors_of_a_ranks_share() -> None:
-    multiples = candidate_batches(options(batch_size_multiple=16, max_batch_size=64), num_devices=8)
-    assert list(multiples) == [16, 32, 48, 64]
-    shared = options(max_batch_size=64).replace({"training.global_batch_size": 96})
-    assert candidate_batches(shared, num_devices=4) == [1, 2, 3, 4, 6, 8, 12, 24]
-    with pytest.raises(ConfigError, match=r"global_batch_size = 97: .*\b4 rank"):
-        candidate_batches(shared.replace({"training.global_batch_size": 97}), num_devices=4)
-    with pytest.raises(ConfigError, match=r"autotune\.max_batch_size = 8: .*autotune.batch_size_multiple = 16"):
-        candidate_batches(options(max_batch_size=8, batch_size_multiple=16), num_devices=1)
 
 
 def options(**autotune_options: Any) -> Config:

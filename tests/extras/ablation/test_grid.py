@@ -14,8 +14,7 @@ from refusals import assert_refused
 
 from torchditan.config.loader import as_flags, load_config
 from torchditan.errors import ConfigError
-from torchditan.extras.ablation.__main__ import parse
-from torchditan.extras.ablation.grid import load_grid, parse_axis, run_name
+from torchditan.extras.ablation.grid import load_grid, run_name
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -146,18 +145,6 @@ def test_the_command_line_replaces_and_adds_axes(tmp_path: Path) -> None:
     assert one.config.training.data_parallel_shard_degree == 1
     assert one.config.float8.enable_float8_linear
     assert one.config.training.mixed_precision_param == "bfloat16"
-
-
-def test_words_of_the_command_line_become_values() -> None:
-    assert parse_axis("training.batch_size", ["1,2", "4"]) == [1, 2, 4]
-    assert parse_axis("parallel", ["1,8", "8,1"]) == ["1,8", "8,1"]
-    assert parse_axis("training.compile", ["true,false"]) == [True, False]
-    assert parse_axis("dataset.image_size", ["32x48", "64"]) == [[32, 48], [64]]
-    arguments, flags = parse(
-        ["run", "g", "--axes.parallel", "1,8", "8,1", "--steps", "5", "--axes.model.patch_size=2,4"]
-    )
-    assert (arguments.grid, arguments.steps) == ("g", 5)
-    assert flags == {"axes.parallel": ["1,8", "8,1"], "axes.model.patch_size": ["2,4"]}
 
 
 def test_train_py_reads_the_flags_of_a_run_as_the_grid_meant_them(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from torchditan.extras.ablation.grid import Grid, load_grid
 from torchditan.extras.ablation.launch import Job, Launcher, LocalLauncher, SlurmLauncher, execute, judge, processes_of
 from torchditan.extras.ablation.ledger import read_ledger
 from torchditan.extras.ablation.runner import run_grid
-from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
+from torchditan.run.rank_status import RANKS_VARIABLE
 from torchditan.supervision.exit_status import verdict_of
 
 if TYPE_CHECKING:
@@ -371,23 +371,6 @@ def test_the_verdict_of_a_program_that_reports_nothing(code: str, verdict: tuple
     outcome = execute(job)
     assert (outcome.status, outcome.reason) == verdict
     assert processes_of(job.ranks) == []
-
-
-def test_a_rank_writes_only_where_a_launcher_asked_and_its_first_end_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(RANKS_VARIABLE, raising=False)
-    write_rank_status("running")
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv(RANKS_VARIABLE, str(tmp_path))
-    write_rank_status("running")
-    write_rank_status("running", first_step_at=5.0)
-    write_rank_status("oom", "full", step=7)
-    write_rank_status("completed")
-    (status,) = read_rank_statuses(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["rank-00003.json"]
-    known = {"rank": 3, "pid": os.getpid(), "state": "oom", "reason": "full", "step": 7, "first_step_at": 5.0}
-    assert status.items() >= known.items()
 
 
 def test_what_onednn_says_without_memory_is_an_error_unless_memory_was_limited(monkeypatch: pytest.MonkeyPatch) -> None:

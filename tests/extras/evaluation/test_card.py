@@ -15,17 +15,12 @@ from refusals import refused
 from scipy.stats import t as student_t
 from torch import nn
 
-from torchditan.config.loader import to_dict
-from torchditan.config.options import Config, Diffusion, Sampling
-from torchditan.config.trajectory import trajectory
+from torchditan.config.options import Diffusion, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.extras.evaluation.card import (
-    Card,
-    about_run,
     card_figure,
-    environment_of,
     read_card,
     settings_of,
     write_card,
@@ -37,7 +32,6 @@ from torchditan.extras.evaluation.card_tables import (
 )
 from torchditan.extras.evaluation.metric import Figure
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
-from torchditan.run.reading import read_config
 from torchditan.sampling.drawing import Drawing, SampleRows
 from torchditan.sampling.sampler import Sampler
 
@@ -176,57 +170,6 @@ def test_the_markdown_says_what_was_evaluated_and_how_to_repeat_it() -> None:
     assert rows["held_out.num_images"] == "297"
     shown = {name for name, value in settings_of(card()).items() if value is not None}
     assert shown <= rows.keys(), "all settings that change figures"
-
-
-# What a run contributes
-
-
-def stored_run(folder: Path, config: Config, **changes: Any) -> Path:
-    folder.mkdir()
-    content = {
-        "run_id": "12ab34cd",
-        "config": to_dict(config),
-        "trajectory": trajectory(config),
-        "versions": {"torch": "2.13.0"},
-        "git_commit": "b" * 40,
-        "hardware": {"device": "cuda", "device_name": "H100", "device_count": 8},
-    }
-    (folder / "config.json").write_text(json.dumps({**content, **changes}))
-    return folder
-
-
-def card_of(run: Path, config: Config) -> Card:
-    return card(**{**NOT_MEASURED, **about_run(run, config, read_config(run), weights="ema")})
-
-
-NOT_MEASURED = {"ema_decay": None, "ema_width": None, "training_hardware": None, "training_seed": None}
-
-
-def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:
-    config = Config().replace({"dataset.fingerprint": "folder-1", "training.seed": 4, "ema.decay": 0.99})
-    run = stored_run(tmp_path / "run", config)
-    found = card_of(run, config)
-    assert (found.run, found.run_id, found.training_commit) == (str(run), "12ab34cd", "b" * 40)
-    assert (found.training_hardware, found.training_versions) == ("8 x H100", {"torch": "2.13.0"})
-    assert (found.training_seed, found.ema_decay, found.weights) == (4, 0.99, "ema")
-    assert found.data is not None
-    assert (found.data.name, found.data.fingerprint) == ("digits", "folder-1")
-    assert found.training_precision == "bfloat16"
-    written = dataclasses.replace(found, **environment_of(torch.device("cpu")))
-    write_card(tmp_path / "card", written)
-    assert read_card(tmp_path / "card") == written
-
-
-def test_a_card_says_the_precision_of_products_in_training_and_drawing(tmp_path: Path) -> None:
-    low = Config().replace({"training.mixed_precision_param": "float32", "training.float32_matmul_precision": "medium"})
-    assert card_of(stored_run(tmp_path / "run", low), low).training_precision == "float32, products medium"
-    assert environment_of(torch.device("cpu"))["precision"] == "float32"
-    torch.set_float32_matmul_precision("high")
-    try:
-        environment = environment_of(torch.device("cpu"))
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert environment["precision"] == "float32, products high"
 
 
 def spec_of(conditioning: Any) -> ModelSpec:

@@ -135,11 +135,6 @@ def test_the_number_of_seeds_finds_the_difference_with_the_stated_power(mean: fl
     assert powers[0] < powers[1]
 
 
-def test_hopeless_and_unknown_numbers_of_seeds_are_none() -> None:
-    assert seeds_needed(0.001, 1.0, level=0.05) is None
-    assert seeds_needed(1.0, 0.0, level=0.05) is None
-
-
 # From ledgers to verdicts
 
 
@@ -319,13 +314,6 @@ def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     *_, table = section(page_of(analysis), "Throughput and memory").blocks
     assert "165 ± 37" in table.frame.iloc[0].tolist()
     assert "3 training seeds, averaged: 0, 1, 2." in page_of(analysis).html
-
-
-def test_every_seed_has_the_same_weight(tmp_path: Path) -> None:
-    repeated = [entry | {"repeat": 2, "images_per_second_mean": 200.0} for entry in speeds() if entry[SEED] == 0]
-    cells = analyse([write_grid(tmp_path / "grid", [*speeds(), *repeated], axes=(SEED,))]).grids.cells
-    assert cells[THROUGHPUT.column].iloc[0] == pytest.approx((150 + 110 + 120) / 3)
-    assert cells["num_repeats"].iloc[0] == 4
 
 
 def test_curves_are_means_over_seeds_and_a_run_that_diverged_keeps_its_own(tmp_path: Path) -> None:
