@@ -232,10 +232,10 @@ def settings_of(card: Card) -> dict[str, Any]:
 def arguments_of(card: Card) -> list[str]:
     """The arguments with which torchditan evaluate repeats a card, the run first."""
     given = dict(card.options)
-    words = [given.pop("run")] if "run" in given else []
+    words = [str(given.pop("run"))] if "run" in given else []
     for name, value in given.items():
         if isinstance(value, list):
-            words += [f"--{name}", *value]
+            words += [f"--{name}", *map(str, value)]
         else:
             words.append(f"--{name}" if value is True else f"--{name}={value}")
     return [*words, *card.flags, *as_flags({f"sampling.{name}": value for name, value in card.sampling.items()})]
