@@ -199,7 +199,6 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
             "training.mixed_precision_param is set by precision; use that",
         ),
         ("parallel = ['8']", 'parallel = "8": must be "replicate,shard", for example "2,4"'),
-        ("model.patch_size = [2, 2]", "axes.model.patch_size = [2, 2]: lists 2 twice"),
         ("model.patch_size = [0]", "training.batch_size 2: model.patch_size = 0: must be an integer, at least 1"),
     ],
 )

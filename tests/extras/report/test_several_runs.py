@@ -104,7 +104,7 @@ def sampled(steps: range, *, every: int, seconds: float = 1.0, **others: Any) ->
 
 
 def compared(*folders: Path) -> Data:
-    return Data(read_runs(folders, None, option="run"))
+    return Data(read_runs(folders, None))
 
 
 def text_of(page: str) -> str:

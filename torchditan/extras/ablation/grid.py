@@ -302,7 +302,7 @@ class Grid:
             if not values <= possible:  # a mistake, not a combination
                 raise ConfigError(f"{self.name}, {reason}")
         if not runs:
-            raise ConfigError(f"{self.name} is an empty grid: every run is excluded")
+            raise ConfigError(f"{self.name} is an empty grid: every run is excluded, or an axis has no values")
         _check_effects(self.axes, runs)
         return runs, [reason for _, reason in wrong]
 
@@ -465,15 +465,9 @@ def _check_keys(grid: Grid) -> None:
 def _check_axis(axis: str, values: Any) -> list[Any]:
     """Values of an axis, converted to the types of the configuration."""
     listed = values if isinstance(values, list) else [values]
-    if not listed:
-        raise ConfigError(f"axes.{axis} = []: an empty grid; must have at least one value")
     if axis == BATCH_SIZE and "auto" in listed:
         raise option_error(f"axes.{axis}", listed, 'must be integers; to search, set autotune = "largest" instead')
-    coerced = [_checked_value(axis, value) for value in listed]
-    for position, value in enumerate(coerced):
-        if value in coerced[:position]:
-            raise option_error(f"axes.{axis}", listed, f"lists {json.dumps(value)} twice")
-    return coerced
+    return [_checked_value(axis, value) for value in listed]
 
 
 def _checked_value(axis: str, value: Any) -> Any:
