@@ -29,11 +29,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from torchditan.extras.evaluation.distances import Gaussian, gaussian_of, inception_score
+from torchditan.extras.evaluation.distances import Gaussian, gaussian_of, inception_score, kernel_distance
 from torchditan.extras.evaluation.efficientnet_lite import EfficientNetLite0
 from torchditan.extras.evaluation.inception import NUM_CLASSES, NUM_SPATIAL_FEATURES, Inception2015
 from torchditan.extras.evaluation.neighbours import compare_with_halves, nearest_distances, real_radii
-from torchditan.extras.evaluation.quality import frechet_figure, kernel_mean, with_halves
+from torchditan.extras.evaluation.quality import frechet_figure, with_halves
 
 BATCH = 500
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def time_distances(clock: Clock, generated: Tensor, real: Tensor) -> None:
     pool_gaussian, spatial_gaussian = clock.time("statistics of the reference", reference)
     clock.time("FID", lambda: frechet_figure(generated, pool_gaussian))
     clock.time("sFID", lambda: frechet_figure(spatial, spatial_gaussian))
-    clock.time("KID", lambda: with_halves(partial(kernel_mean, real), generated))
+    clock.time("KID", lambda: with_halves(partial(kernel_distance, references=real), generated))
     clock.time("IS", lambda: with_halves(inception_score, logits))
     clock.add_sum("distances", [name for name in clock.seconds if name not in before])
 

@@ -21,10 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
 from torchditan import registry
-from torchditan.config.loader import read_toml
+from torchditan.config.loader import as_flags, read_toml
 from torchditan.config.schema import options
 from torchditan.errors import ConfigError, did_you_mean, option_error
-from torchditan.extras.ablation.grid import as_flags
 
 FOLDER = Path(__file__).resolve().parent
 ENTRIES = FOLDER / "entries"

@@ -40,9 +40,9 @@ from entries import (
 )
 
 from torchditan.config.command_line import ScriptParser, count
-from torchditan.config.loader import load_config
+from torchditan.config.loader import as_flags, load_config
 from torchditan.errors import ConfigError, option_error
-from torchditan.extras.ablation.grid import as_flags, parse_setting
+from torchditan.extras.ablation.grid import parse_setting
 from torchditan.extras.ablation.launch import Job, execute
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics, read_status

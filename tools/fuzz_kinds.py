@@ -42,13 +42,11 @@ from torchditan.extras.ablation.grid import load_grid
 from torchditan.extras.ablation.ledger import write_ledger
 from torchditan.extras.autoencoders import open_autoencoder
 from torchditan.extras.evaluation.card import read_card, write_card
-from torchditan.extras.evaluation.distances import Gaussian
 from torchditan.extras.evaluation.sample_batches import (
     has_images,
     image_shape,
     read_images,
     read_statistics,
-    write_reference,
 )
 from torchditan.extras.published.families import build_published_spec
 from torchditan.extras.published.lora import load_assistant
@@ -433,9 +431,8 @@ def _open_parquet() -> None:
 
 def _make_npz(folder: Path) -> None:
     rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.integers(0, 256, (4, 3, 8, 8), dtype=np.uint8))
-    pool = Gaussian(mean=torch.zeros(16).double(), covariance=torch.eye(16).double(), count=4)
-    write_reference(folder / "reference.npz", [images], shape=(4, 8, 8), pool=pool, spatial=pool, extractor="E")
+    images, statistics = rng.integers(0, 256, (4, 8, 8, 3), dtype=np.uint8), {"mu": np.zeros(16), "sigma": np.eye(16)}
+    np.savez(folder / "reference.npz", arr_0=images, extractor="E", **statistics)
 
 
 def _open_npz() -> None:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of scripts, not a package
 
-import plain_dit
 import step_cases
 import step_measure
 import step_time
@@ -28,7 +25,7 @@ from step_cases import Case, Group
 from torchditan.models.flops import count_model_flops
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone, RunDistributed
+    from tests.conftest import RunAlone
 
 pytestmark = pytest.mark.nightly
 
@@ -120,25 +117,6 @@ def test_the_plain_model_has_our_parameters_and_flops() -> None:
     assert counter.get_total_flops() == count_model_flops(spec).total
 
 
-def test_the_plain_loop_trains_every_weight_and_averages() -> None:
-    torch.manual_seed(0)
-    model = step_cases.build_plain(step_cases.build_spec(OURS))
-    trainer_step.fill_with_normal(model)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    sample, label = step_cases.random_batch(OURS, 4, CPU)
-    averages: list[list[torch.Tensor]] = []
-    lerp = torch._foreach_lerp_
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_foreach_lerp_", lambda *args: (averages.append(args[0]), lerp(*args)))
-        plain_dit.training_step(
-            model, list(model.parameters()), sample=sample, label=label, null_label=1000, autocast=False, decay=0.5
-        )()
-    same = [name for name, weight in model.state_dict().items() if torch.equal(weight, before[name])]
-    assert same == ["pos_embed"]
-    for average, (name, weight) in zip(averages[0], model.named_parameters(), strict=True):
-        torch.testing.assert_close(average, (before[name] + weight) / 2)
-
-
 def test_a_quick_run_writes_every_row_and_every_ratio(
     tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,99 +157,6 @@ def timed(group: Group, *times: list[float]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_ratio_with_a_large_spread_is_not_reported() -> None:
-    group = Group("plain", (OURS, PLAIN), 16)
-    result = step_time.result_of(group, timed(group, [0.8, 1.0, 1.4], [1.0, 1.0, 1.0]))
-    assert result["comparison"]["ratio"] is None
-    assert step_time.table(result).endswith("ours / plain: not reported: spread 30%")
-    steady = step_time.result_of(group, timed(group, [0.9, 1.0, 1.3], [1.0, 1.0, 1.0]))
-    assert steady["comparison"]["ratio"] == 1.0, "a fifth of the median is allowed"
-
-
-@pytest.mark.parametrize(
-    ("error", "status"), [(torch.OutOfMemoryError("CUDA out of memory"), "oom"), (RuntimeError("no kernel"), "error")]
-)
-def test_a_sweep_records_a_failure_and_stops(
-    error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None
-) -> None:
-    def build_step(case: Case, *, batch_size: int, **options: Any) -> trainer_step.Step:
-        if batch_size >= 4:
-            raise error
-        return trainer_step.Step(lambda: None, 7)
-
-    monkeypatch.setattr(step_measure, "build_step", build_step)
-    groups = [Group("sweep", (OURS,), size) for size in (1, 2, 4, 8)]
-    monkeypatch.setattr(step_time, "chosen_groups", lambda args: groups)
-    args = step_time.parse(["--quick", "--device=cpu"])
-    rows = [row for result in step_time.measure_groups(args, {}, tmp_path / "a.json") for row in result["rows"]]
-    assert [row["status"] for row in rows] == ["ok", "ok", status]
-    assert str(error) in rows[-1]["reason"]
-    assert rows[-1]["step_time_s"] is None
-    assert rows[0]["peak_memory_gib"] is None or rows[0]["peak_memory_gib"] > 0
-
-
-def test_two_ranks_are_measured_in_processes(monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
-    monkeypatch.setattr(step_measure, "START_METHOD", "forkserver")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    group = Group("plain", (OURS, PLAIN), 2, num_ranks=2)
-    rows = step_measure.measure_in_processes(group, SETTINGS, seconds_left=200)
-    assert [(row["status"], row["num_ranks"], len(row["blocks_s"])) for row in rows] == [("ok", 2, 3)] * 2
-
-
-def hang(group: Group, settings: step_measure.Settings) -> None:
-    time.sleep(1000)
-
-
-def test_processes_that_hang_are_killed(monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
-    monkeypatch.setattr(step_measure, "START_METHOD", "fork")
-    monkeypatch.setattr(step_measure, "measure", hang)
-    (row,) = step_measure.measure_in_processes(Group("sweep", (OURS,), 2), SETTINGS, seconds_left=0.1)
-    assert (row["status"], row["reason"]) == ("skipped", "the time limit was reached")
-
-
-def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: RunDistributed) -> None:
-    report = tmp_path / "phases.json"
-    place = [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=start"]
-    flags = ["--job.config_file=quickstart.toml", "--model.flavor=debugmodel", "--training.global_batch_size=4"]
-    started = run_distributed(["benchmarks/start_time.py", "--start", report, *flags, *place], None)
-    assert started.returncode == 0, started.stderr
-    ends = json.loads(report.read_text())
-    assert tuple(ends) == ("imports", "options and data", "build", "first batch", "first step")
-    assert list(ends.values()) == sorted(ends.values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "mistake"),
-    [
-        (["--batch_size", "8", "15", "--ranks", "2"], "--batch_size 15: must be a multiple of --ranks"),
-        (["options"], "--flags: the suite options"),
-    ],
-)
-def test_a_mistaken_option_is_refused(arguments: list[str], mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        step_time.main([*arguments, "--device=cpu"])
-    assert stopped.value.code == 2
-    assert mistake in capsys.readouterr().err
-
-
-def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    out = tmp_path / "lora.json"
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve().parents[2] / "benchmarks/lora_against_full.py"),
-        "--steps=3",
-        f"--out={out}",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    cases = json.loads(out.read_text())["cases"]
-    assert list(cases) == ["full", "lora, bfloat16 base", "lora, int8 base"]
-    for case in cases.values():
-        assert case["step_time_s"] > 0 and case["peak_memory_gib"] > 0
-    assert cases["full"]["loss_last"] != cases["lora, int8 base"]["loss_last"]
-
-
 def test_the_cost_of_objectives_is_relative_to_flow_matching(tmp_path: Path, run_alone: RunAlone) -> None:
     out = tmp_path / "cost.json"
     flags = ["--flavor=debugmodel", "--batch_size=4", "--rounds=2", f"--out={out}"]
@@ -280,12 +165,3 @@ def test_the_cost_of_objectives_is_relative_to_flow_matching(tmp_path: Path, run
     assert [line.split("  ")[0] for line in printed.splitlines()] == list(rows)
     assert rows["flow_matching"]["flops"] == rows["flow_matching"]["time"] == 1
     assert rows["imf guidance=true"]["flops"] > rows["imf"]["flops"] > rows["imf tangent=data"]["flops"] > 1
-
-
-def test_cpu_attention_is_measured_in_turns(tmp_path: Path, run_alone: RunAlone) -> None:
-    out = tmp_path / "attention.json"
-    printed = run_alone("benchmarks/cpu_attention.py", "--rounds=2", f"--out={out}")
-    rows = json.loads(out.read_text())["rows"]
-    assert len(printed.splitlines()) == len(rows) == 4
-    for row in rows.values():
-        assert row["ratio"] > 0 and row["kernel_ms"] > 0 and row["products_ms"] > 0

@@ -92,7 +92,7 @@ def write_statistics(path: Path) -> None:
     """A covariance of 7 GB in a file of some bytes."""
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (30000, 30000), }\n"
     with zipfile.ZipFile(path, "w") as archive:
-        for name in ("extractor", "count", "mu", "sigma"):
+        for name in ("extractor", "mu", "sigma"):
             archive.writestr(f"{name}.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(64))
 
 

@@ -70,7 +70,7 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     *command, run = shlex.split(examples()["metric"].command)[:3]
     arguments = shlex.split(examples()["metric"].command)[3:]
     assert command == ["torchditan", "evaluate"]
-    few = ["--samples_per_class=2", "--epochs=1"]
+    few = ["--num_samples=20", "--epochs=1"]
     assert run == "outputs/quickstart"
     outcome = run_script(*command, tmp_path / "run", *arguments, *few)
     assert outcome.code == 0, outcome.err
@@ -107,7 +107,7 @@ def test_metric_and_autoencoder_of_the_page_work_from_outside_the_package(
 def test_a_run_without_labels_is_evaluated_by_metrics_that_need_none(run_script: RunScript, tmp_path: Path) -> None:
     train(run_script, tmp_path, "run", *QUICKSTART, "--dataset.num_classes=0")
     run = tmp_path / "run"
-    outcome = run_script("torchditan", "evaluate", run, "--metrics", "copies", "--samples_per_class=2")
+    outcome = run_script("torchditan", "evaluate", run, "--metrics", "copies", "--num_samples=20")
     assert outcome.code == 0, outcome.err
     assert cards.values(outcome)["nearest_generated"] > 0
     outcome = run_script("torchditan", "evaluate", run, "--metrics", "classifier", "--num_samples=2")

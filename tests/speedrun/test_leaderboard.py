@@ -97,20 +97,6 @@ def test_a_failed_rung_stays_in_the_table_and_one_with_missing_seeds_is_incomple
     assert next(line for line in lines if line.startswith("| 3 |")).endswith("| 1.00 | incomplete |")
 
 
-def test_trainings_are_counted_as_trials_but_not_averages_and_samplers() -> None:
-    trial = {"entry": "official_dit", "seed": 100, "ema_width": 0.05, "figures": {"fd": 50}}
-    trials = [
-        {**trial, "changes": {"optimizer.lr": 1e-4}},
-        {**trial, "changes": {"optimizer.lr": 1e-4}, "ema_width": 0.1},
-        {**trial, "changes": {"optimizer.lr": 1e-4, "sampling.sampler": "ddim"}},
-        {"entry": "official_dit", "seed": 100, "ema_width": 0.05, "failed": "NaN", "changes": {"optimizer.lr": 1.0}},
-    ]
-    lines = page({}, [BASELINE], trials).splitlines()
-    scores = "0.05: 50.0, 0.05 sampling.sampler = ddim: 50.0, 0.1: 50.0"
-    assert f"| official_dit | 2 | optimizer.lr = 0.0001 | 100 | {scores} |" in lines
-    assert "| official_dit | 2 | optimizer.lr = 1.0 | 100 | 0.05: failed |" in lines
-
-
 def test_a_result_of_another_definition_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "official_dit"
     folder.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -93,30 +92,6 @@ def test_a_result_has_all_that_a_reader_checks(
     assert second == f"{trial.result_path} exists; to repeat it: --check, or delete it"
 
 
-def test_samplers_share_a_training_and_widths_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_call", scripts := Scripts())
-    changed = ["--seeds", "100", "--set", "optimizer.lr=3e-3"]
-    wide, without = trials(tmp_path, *changed, "--ema_widths", "0.15", "0")
-    (sampled,) = trials(tmp_path, *changed, "sampling.num_steps=16", "--ema_widths", "0.15")
-    assert sampled.run == wide.run != without.run
-    for trial in (wide, without, sampled):
-        run.make(trial)
-    trained = [arguments for script, arguments in scripts.calls if script == "train"]
-    assert [[flag for flag in flags if flag.startswith("--ema")] for flags in trained] == [["--ema.width=0.15"], []]
-    assert sorted(path.name for path in (tmp_path / "results/tuning").iterdir()) == [
-        "official_dit_optimizer.lr-0.003_ema-0.15_seed-100.json",
-        "official_dit_optimizer.lr-0.003_sampling.num-steps-16_ema-0.15_seed-100.json",
-        "official_dit_optimizer.lr-0.003_seed-100.json",
-    ]
-
-
-def test_more_model_evaluations_than_allowed_give_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_call", Scripts(evaluations=63))
-    with pytest.raises(ConfigError, match="63 model evaluations per sample; the protocol allows 32"):
-        run.make(trials(tmp_path)[0])
-    assert not (tmp_path / "results").exists()
-
-
 def test_a_changed_entry_is_trained_anew_and_its_old_result_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,21 +104,6 @@ def test_a_changed_entry_is_trained_anew_and_its_old_result_refused(
     trial.result_path.unlink()
     run.make(changed)
     assert [script for script, _ in scripts.calls].count("train") == 2
-
-
-def test_a_failed_training_is_a_trial_when_tuning_and_an_error_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(trial: Any, script: str, arguments: list[str]) -> None:
-        trial.run.mkdir(parents=True)
-        (trial.run / "status.json").write_text(json.dumps({"state": "error", "reason": "step 7: the loss is NaN"}))
-        raise ConfigError("train failed (1)")
-
-    monkeypatch.setattr(run, "_call", fail)
-    result = run.make(trials(tmp_path, "--seeds", "100")[0])
-    assert result["failed"] == "step 7: the loss is NaN"
-    with pytest.raises(ConfigError, match="train failed"):
-        run.make(trials(tmp_path, "--seeds", "0")[0])
 
 
 def test_a_check_repeats_a_committed_result_and_compares(
@@ -164,26 +124,3 @@ def test_a_check_repeats_a_committed_result_and_compares(
     path.write_text(json.dumps(result))
     assert not run.check(again, tmp_path / "results", jobs=1)
     assert "of the committed one: DIFFERS" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing"], "nothing is not an entry in entries/"),
-        (["official_dit", "--set", "optimizer.lr=1"], "--seeds = [0]: must be 100 or more with --set and --ema_widths"),
-        (["official_dit", "--seeds", "100", "--ema_widths", "0.3"], "--ema_widths = 0.3: must be above 0 and below"),
-        (
-            ["official_dit", "--seeds", "100", "--set", "optimizer.lr=1", "--check"],
-            "--check repeats the entry as it is",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_before_any_training(tmp_path: Path, arguments: list[str], message: str) -> None:
-    outputs = ["--outputs", str(tmp_path / "outputs"), "--results", str(tmp_path / "results")]
-    command = [sys.executable, str(SCRIPT), *arguments, *outputs]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (finished.returncode, finished.stdout) == (2, "")
-    assert finished.stderr.startswith("error: ")
-    assert message in finished.stderr
-    assert finished.stderr.count("\n") == 1
-    assert not (tmp_path / "outputs").exists()

@@ -35,7 +35,7 @@ from torchditan.registry import METRICS
 from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
 
 OF_SAMPLES = (
-    *("samples_per_class", "num_samples", "step", "weights", "class_balance", "save_images", "rounding", "seeds"),
+    *("num_samples", "step", "weights", "class_balance", "save_images", "rounding", "seeds"),
     *("float32_matmul_precision", "prompts"),
 )
 """Options without effect on the images of a file."""
@@ -61,17 +61,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         nargs="+",
         help="texts to draw in turn, or @FILE (default: those of the metric prompts, or training captions)",
     )
-    samples = parser.add_mutually_exclusive_group()
-    samples.add_argument(
+    parser.add_argument(
         "--num_samples", type=count, help=f"samples of each seed (default: {NUM_SAMPLES}, or fewer for a small dataset)"
     )
-    samples.add_argument("--samples_per_class", type=count, help="samples of each class; sets --class_balance balanced")
     parser.add_argument("--seed", type=int, default=1, help="seed of the noise (default: 1)")
     parser.add_argument("--seeds", type=count, default=1, help="number of seeds, from --seed on (default: 1)")
     parser.add_argument("--batch_size", type=count, default=250, help="samples at once on each rank (default: 250)")
     parser.add_argument(
         "--class_balance",
         choices=("data", "balanced", "random"),
+        default="data",
         help="classes: as often as in the training images, equally often, or drawn at random (default: data)",
     )
     parser.add_argument(
@@ -93,11 +92,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--out", type=Path, help="folder of the card (default: in evaluation/ of the run, or outputs/NAME)"
     )
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
-    parser.add_argument("--save_reference", type=Path, help="write the training images and their statistics as .npz")
     args, flags = parser.parse(argv)
     without_effect = [name for name in OF_SAMPLES if getattr(args, name) != parser.get_default(name)]
     check(args, [*(f"--{name}" for name in without_effect), *flags])
-    args.class_balance = "balanced" if args.samples_per_class is not None else args.class_balance or "data"
     return args, flags
 
 
@@ -111,13 +108,6 @@ def check(args: argparse.Namespace, of_samples: Sequence[str]) -> None:
         raise option_error("--without_data", True, "needs a --reference to compare with")
     if args.reference is None and args.run is None:
         raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
-    if args.samples_per_class is not None and args.class_balance not in (None, "balanced"):
-        raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
-    if args.save_reference is not None:
-        if args.reference is not None or args.run is None:
-            right = "writes the training images of a run, which must be the reference"
-            raise option_error("--save_reference", str(args.save_reference), right)
-        check_output("--save_reference", args.save_reference)
     if args.out is not None:
         check_output("--out", args.out / CARD_FILE)
 

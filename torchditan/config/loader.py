@@ -16,7 +16,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -193,6 +193,18 @@ def to_toml(config: Config) -> str:
             if value is not None and f"{section}.{key}" not in ("job.config_file", "job.print_config")
         ]
     return "\n".join(lines[1:])
+
+
+def as_flags(values: Mapping[str, Any]) -> Iterator[str]:
+    """Options as flags: `--training.compile=true`."""
+    for option, value in values.items():
+        if isinstance(value, list) and all(isinstance(element, str) for element in value):
+            text = json.dumps(value, ensure_ascii=False)  # strings may contain commas
+        elif isinstance(value, list):
+            text = ",".join(map(str, value))
+        else:
+            text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+        yield f"--{option}={text}"
 
 
 def find_config(name: str) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import CPU, REPOSITORY
+from jobs_here import CPU
 
 from torchditan.config.loader import build_config, load_config
 from torchditan.config.options import Config
@@ -22,16 +22,16 @@ from torchditan.extras.ablation.autotune import (
     NothingFits,
     Trial,
     TrialStore,
-    candidate_batches,
     find_batch_size,
     question_of,
     search,
 )
 from torchditan.extras.ablation.grid import load_grid
-from torchditan.extras.ablation.launch import Job, Outcome
 from torchditan.extras.ablation.ledger import read_ledger
 from torchditan.extras.published.resolutions import published_options
 from torchditan.run.reading import read_config, read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def trial(batch_size: int, *, fits_up_to: int, speed: Callable[[int], float] = float) -> Trial:
@@ -54,15 +54,6 @@ def test_the_fastest_is_the_best_of_what_was_tried_and_need_not_be_the_largest()
     assert 16 <= fastest.batch_size <= 64
 
 
-def test_batches_are_multiples_or_divisors_of_a_ranks_share() -> None:
-    multiples = candidate_batches(options(batch_size_multiple=16), num_devices=8)
-    assert list(multiples)[:3] == [16, 32, 48] and multiples[-1] == 4096
-    shared = options().replace({"training.global_batch_size": 96})
-    assert candidate_batches(shared, num_devices=4) == [1, 2, 3, 4, 6, 8, 12, 24]
-    with pytest.raises(ConfigError, match=r"global_batch_size = 97: .*\b4 rank"):
-        candidate_batches(shared.replace({"training.global_batch_size": 97}), num_devices=4)
-
-
 def options(**autotune_options: Any) -> Config:
     values = {f"autotune.{key}": value for key, value in autotune_options.items()}
     values |= {"training.batch_size": "auto", "metrics.experiment_name": "job", "model.input_channels": 4}
@@ -73,25 +64,9 @@ def options(**autotune_options: Any) -> Config:
 Find = Callable[..., tuple[int, list[int]]]
 
 
-def execute_here(job: Job, *, on_tick: Any = None) -> Outcome:
-    """What ranks of stand_ins.py come to, without processes."""
-    config = load_config(list(job.program[1:]))
-    batch_size = config.training.batch_size
-    assert isinstance(batch_size, int)
-    record = {"loss": 1.0, "step_time_s": 0.5, "images_per_second": 2.0 * batch_size, "tflops_per_device": 2.0}
-    lines = [json.dumps({"step": step + 1, **record}) for step in range(config.training.steps)]
-    (job.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    if batch_size >= 32:
-        return Outcome("oom", "rank 1: no memory for a batch of 32", 0.0, 1.0)
-    retries = int(batch_size == 31)
-    ranks = [{"peak_memory_gib": batch_size / 8 + rank, "alloc_retries": retries} for rank in range(job.num_ranks or 1)]
-    return Outcome("completed", None, 0.0, 1.0, ranks)
-
-
 @pytest.fixture
-def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+def find(tmp_path: Path, executed_here: None) -> Find:
     """`find(config)`: (the answer, the batch sizes tried for it now), by trials in this process that hold up to 31."""
-    monkeypatch.setattr(autotune, "execute", execute_here)
 
     def run(config: Config, **changes: Any) -> tuple[int, list[int]]:
         tried: list[int] = []
@@ -203,22 +178,6 @@ def test_a_job_across_machines_cannot_search(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match=r'training\.batch_size = "auto": .*one machine.*torchrun.*integer'):
         autotune.resolve_batch_size(options(), Rank(0, 0, 16))
-
-
-def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path) -> None:
-    from torchditan.config.loader import to_toml
-
-    config = load_config(["--training.batch_size=auto", "--training.global_batch_size=100"])
-    assert config.training.batch_size == "auto"
-    file = tmp_path / "job.toml"
-    file.write_text(to_toml(config))
-    assert load_config(["--job.config_file", str(file)]).training.batch_size == "auto"
-    right = "must be an integer, at least 1, or auto"
-    for text in ("automatic", "0"):
-        with pytest.raises(ConfigError, match=rf"^training\.batch_size = .*: {right}$"):
-            load_config([f"--training.batch_size={text}"])
-    with pytest.raises(ConfigError, match=r"^training\.steps = \"auto\": .*integer"):
-        load_config(["--training.steps=auto"])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from references import run_reference
 
 from torchditan.errors import ConfigError
-from torchditan.extras.evaluation import inception
 from torchditan.extras.evaluation.inception import FILE_NAME, Inception2015, load_inception, resize_tensorflow_1
 
 TORCH_FIDELITY = """
@@ -138,19 +136,6 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path) -> None:
         load_inception(tmp_path / "mine.pth")
     with pytest.raises(ConfigError, match=r"missing\.pth: cannot be read"):
         load_inception(tmp_path / "missing.pth")
-
-
-def test_weights_of_the_right_hash_are_loaded_from_the_cache_of_torch_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = random_weights()
-    path = tmp_path / "checkpoints" / FILE_NAME
-    path.parent.mkdir()
-    torch.save(weights, path)
-    monkeypatch.setattr(inception, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    model = load_inception()
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

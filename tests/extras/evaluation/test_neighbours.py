@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchditan.errors import ConfigError
 from torchditan.extras.evaluation import neighbours
 from torchditan.extras.evaluation.neighbours import (
     compare_with_halves,
@@ -57,19 +56,11 @@ def test_the_four_figures_are_their_definitions(block: int, monkeypatch: pytest.
     assert all(0.1 < value < 1 for value in found), "the clouds must overlap in part"
 
 
-def test_radii_over_whole_blocks_are_those_of_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "BLOCK", 64)
-    (features,) = clouds(64 * 3 + 5, dimensions=20)
-    nearest = torch.cdist(features.double(), features.double()).sort(1).values.square()
-    found = squared_radii(features, [1, 5], centre=features.mean(0), name="images")
-    torch.testing.assert_close(found.double(), nearest[:, [1, 5]], rtol=1e-4, atol=1e-4)
-
-
 def test_copies_have_radius_zero_and_are_inside() -> None:
     """Six copies of one image: their fifth neighbour is at distance 0, and a generated copy counts as realistic."""
     (other,) = clouds(20)
     real = torch.cat([other, torch.full((6, 8), 3.0)])
-    radii = squared_radii(real, [5], centre=real.mean(0), name="images")
+    radii = squared_radii(real, [5], centre=real.mean(0))
     torch.testing.assert_close(radii[-6:], torch.zeros(6, 1), atol=1e-4, rtol=0)
     assert compare_with_halves(real, real)[0][:2] == (1.0, 1.0)
 
@@ -89,14 +80,6 @@ def test_an_offset_far_from_zero_changes_nothing() -> None:
     generated, real = clouds(45, 59)
     found, _ = compare_with_halves(generated + 1000, real + 1000)
     assert found == pytest.approx(compare_with_halves(generated, real)[0], abs=0.05)
-
-
-def test_too_few_images_are_refused_in_one_line() -> None:
-    few, many = clouds(3, 20)
-    with pytest.raises(ConfigError, match="generated images: 3 are too few; the 3 nearest neighbours need 4 or more"):
-        compare_with_halves(few, many)
-    with pytest.raises(ConfigError, match="real images: 3 are too few; the 5 nearest neighbours need 6 or more"):
-        compare_with_halves(many, few)
 
 
 def test_nearest_distances_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from torchditan.extras.evaluation.sample_batches import (
     read_images,
     read_statistics,
     write_images,
-    write_reference,
 )
 
 ADM = os.environ.get("ADM_BATCHES")
@@ -61,21 +60,6 @@ def test_a_failure_while_writing_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reference_keeps_its_statistics(tmp_path: Path) -> None:
-    pool, spatial = random_gaussian(6), random_gaussian(4, seed=1)
-    path = tmp_path / "reference.npz"
-    write_reference(path, [random_images()], shape=(7, 4, 5), pool=pool, spatial=spatial, extractor="Inception-2015")
-    with np.load(path, allow_pickle=False) as arrays:  # the names of ADM's evaluator
-        assert set(arrays.files) >= {"arr_0", "mu", "sigma", "mu_s", "sigma_s"}
-    for read, written in zip(read_statistics(path, extractor="Inception-2015"), (pool, spatial), strict=True):
-        assert read is not None
-        assert torch.equal(read.mean, written.mean)
-        assert torch.equal(read.covariance, written.covariance)
-        assert read.count == 50
-    with pytest.raises(ConfigError, match="its statistics are of Inception-2015, and this evaluation uses effnet"):
-        read_statistics(path, extractor="effnet")
-
-
 def test_a_file_of_adm_is_of_inception_and_may_have_no_statistics(tmp_path: Path) -> None:
     np.savez(tmp_path / "samples.npz", random_images().permute(0, 2, 3, 1).numpy())
     assert read_statistics(tmp_path / "samples.npz", extractor="effnet") == (None, None)
@@ -84,7 +68,6 @@ def test_a_file_of_adm_is_of_inception_and_may_have_no_statistics(tmp_path: Path
     assert pool is not None
     assert spatial is None
     assert pool.mean.dtype == torch.float64
-    assert pool.count is None
     with pytest.raises(ConfigError, match=r"reference\.npz: its statistics are of Inception-2015"):
         read_statistics(tmp_path / "reference.npz", extractor="effnet")
 

@@ -13,9 +13,8 @@ import pytest
 
 import torchditan.extras.published
 from torchditan import registry
-from torchditan.config.loader import load_config
+from torchditan.config.loader import as_flags, load_config
 from torchditan.errors import ConfigError
-from torchditan.extras.ablation.grid import as_flags
 from torchditan.extras.published.resolutions import published_options, resolution_of
 from torchditan.models import model_spec_of
 from torchditan.run.reading import read_metrics

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchditan.extras.ablation.grid import as_flags
+from torchditan.config.loader import as_flags
 from torchditan.extras.published.resolutions import published_options
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.randomness import normal

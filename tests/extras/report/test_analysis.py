@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,30 +138,13 @@ def test_pairs_differ_in_one_axis_and_in_nothing_else(tmp_path: Path) -> None:
         assert (cells[pair.axis][pair.a], cells[pair.axis][pair.b]) == (pair.from_value, pair.to_value)
 
 
-def test_a_run_without_a_partner_changes_nothing(tmp_path: Path, known: Data) -> None:
-    alone = [
-        row(batch=64, throughput=1e6),
-        row(batch=8, compiled=True, precision="float32", throughput=1e-3),
-        row(batch=8, compiled=True, parallel="1,8", throughput=1e-3),
-    ]
-    found = analyse([write_grid(tmp_path / "known", two_settings() + alone)])
-    assert len(found.grids.cells) == len(known.grids.cells) + 3
-    old = found.effects["axis"].isin(known.effects["axis"])
-    assert found.effects[old].reset_index(drop=True).equals(known.effects)
-
-
-@pytest.mark.parametrize("status", ["oom", "error", "timeout", "skipped"])
-def test_what_did_not_complete_is_never_data(tmp_path: Path, known: Data, status: str) -> None:
+def test_what_did_not_complete_is_never_data(tmp_path: Path, known: Data) -> None:
     rows = two_settings((4, 8, 16))
-    rows += [unmeasured(status, "why", batch=32, compiled=compiled) for compiled in (False, True)]
+    for batch, status in enumerate(("oom", "error", "timeout", "skipped"), start=32):
+        rows += [unmeasured(status, "why", batch=batch, compiled=compiled) for compiled in (False, True)]
     found = analyse([write_grid(tmp_path / "known", rows)])
     assert len(found.grids.cells) == len(known.grids.cells)
     assert found.effects.equals(known.effects)
-
-
-def test_zero_throughput_is_no_data(tmp_path: Path) -> None:
-    rows = [row(throughput=50), {**row(compiled=True), "images_per_second_mean": 0.0}]
-    assert analyse([write_grid(tmp_path / "grid", rows)]).effects.empty
 
 
 def test_repeats_are_averaged_before_they_pair(tmp_path: Path) -> None:
@@ -184,15 +166,6 @@ def test_meshes_are_compared_on_equal_devices_only(tmp_path: Path) -> None:
     rows = [row(parallel=mesh, throughput=speed) for mesh, speed in speeds.items()]
     pairs = analyse([write_grid(tmp_path / "grid", rows)]).pairs
     assert list(zip(pairs["from_value"], pairs["to_value"], strict=True)) == [("1,2", "2,1"), ("1,4", "4,1")]
-
-
-def test_the_page_begins_with_each_effect_in_one_line(known: Data) -> None:
-    page = page_of(known)
-    assert page.headlines == [
-        f"torch.compile: off → on: +50% images/s, {MINUS}20% memory (6 pairs)",
-        f"activation checkpointing: none → selective: {MINUS}10% images/s, {MINUS}40% memory (6 pairs)",
-    ]
-    assert "12 runs: 12 completed." in page.html
 
 
 def published_rows() -> list[Row]:
@@ -272,13 +245,6 @@ def test_loss_is_drawn_by_precision_and_learning_rate(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.legends[0].texts] == ["optimizer.lr 0.001", "optimizer.lr 0.0001"]
 
 
-def test_a_section_appears_if_it_has_data(tmp_path: Path, known: Data) -> None:
-    folder = write_grid(tmp_path / "grid", [row()])
-    assert "Loss" not in titles(known)
-    write_losses(folder, row(), [3.0, 2.0, 1.5])
-    assert titles(analyse([folder])) == ["Loss", "Throughput and memory", "Hardware and versions"]
-
-
 @pytest.mark.parametrize(
     ("rows", "lines"),
     [
@@ -295,11 +261,9 @@ def test_a_section_appears_if_it_has_data(tmp_path: Path, known: Data) -> None:
             + [row(batch=16), row(batch=16, compiled=True, throughput=90)],
             ["torch.compile: off → on: +50% images/s, no clear change in memory (5 pairs)"],
         ),
-        ([row(), row(batch=16)], []),
         ([row(), row(batch=16, compiled=True)], []),
-        ([unmeasured("oom", "out")], []),
     ],
-    ids=["slower", "noise", "not all pairs", "all eager", "no pair", "nothing completed"],
+    ids=["slower", "noise", "not all pairs", "no pair"],
 )
 def test_the_headline_follows_the_pairs(tmp_path: Path, rows: list[Row], lines: list[str]) -> None:
     analysis = analyse([write_grid(tmp_path / "grid", rows)])
@@ -391,10 +355,9 @@ def test_the_plots_are_in_the_page_and_next_to_it_as_png_and_svg(reports: list[d
     assert "activation checkpointing: none → selective" in files["effects.svg"].decode()
 
 
-def test_the_report_loads_nothing_and_is_reproducible(reports: list[dict[str, bytes]]) -> None:
+def test_the_report_is_reproducible_and_links_the_files_next_to_it(reports: list[dict[str, bytes]]) -> None:
     assert reports[0] == reports[1]
     page = reports[0]["report.html"].decode()
-    assert not re.search(r"""<(?:script|link|img|image|iframe|object)\b[^>]*(?:src|href)=|@import|url\((?!#)""", page)
     links = set(re.findall(r"""<a href="([^"#][^"]*)""", page))
     assert links == reports[0].keys() - {"report.html"}, "the files next to it"
 
@@ -409,6 +372,7 @@ def test_labels_in_plots_are_never_formulas_or_markup(tmp_path: Path) -> None:
         assert name in svg[: svg.index("</figure>")], name
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_effects_csv_holds_the_effects(tmp_path: Path, run_script: RunScript) -> None:
     assert run_script(SCRIPT, write_grid(tmp_path / "grid", two_settings()), "--out", tmp_path)[0] == 0
     with open(tmp_path / "effects.csv", newline="") as file:
@@ -422,14 +386,14 @@ def test_effects_csv_holds_the_effects(tmp_path: Path, run_script: RunScript) ->
     assert len(pairs) == 12
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "rows",
     [
-        [row(batch=16, parallel="2,4", peak_memory_gib=None, loss_last=None)],
-        [row(mfu_mean=None, mfu_std=None), row(compiled=True, mfu_mean=None)],
+        [row(batch=16, mfu_mean=None, peak_memory_gib=None, loss_last=None)],
         [unmeasured("error", "it died before it said anything", device="", torch_version="", num_devices=None)],
     ],
-    ids=["one run without memory", "no MFU", "nothing started"],
+    ids=["little was measured", "nothing started"],
 )
 def test_a_report_can_be_made_of_little(tmp_path: Path, run_script: RunScript, rows: list[Row]) -> None:
     folder = write_grid(tmp_path / "grid", rows)
@@ -444,9 +408,7 @@ def test_a_report_can_be_made_of_little(tmp_path: Path, run_script: RunScript, r
 @pytest.mark.parametrize(
     ("change", "about", "mentions"),
     [
-        (lambda text: text[:-9], "{csv}", ["cut off"]),
         (lambda text: text.splitlines()[0] + "\n", "{csv}", ["no run"]),
-        (lambda text: text.replace("123.25", "fast"), "{csv}", ["does not parse"]),
         (lambda text: text.replace('"1,1"', '"1x1"'), 'parallel = "1x1"', ["replicate,shard", '"2,4"']),
     ],
 )
@@ -463,24 +425,14 @@ def test_a_ledger_that_cannot_be_trusted_is_one_line(
 
 
 def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScript) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (tmp_path / "file").write_text("")
-    for folder, mentions in {
-        tmp_path / "gone": ["exist", "grid folder"],
-        tmp_path / "file": ["grid folder"],
-        foreign: ["grid folder", "grid.json"],
-    }.items():
-        code, out, err = run_script(SCRIPT, folder)
+    (tmp_path / "foreign").mkdir()
+    for name, mentions in {"gone": ["exist", "grid folder"], "foreign": ["grid folder", "grid.json"]}.items():
+        code, out, err = run_script(SCRIPT, tmp_path / name)
         assert (code, out) == (2, "")
-        assert_refused(err, str(folder), mentions)
-    for content, file, mentions in (
-        ("{", "", ["grid.json"]),
-        ('{"schema_version": 7}', "", ["grid"]),
-    ):
-        (foreign / "grid.json").write_text(content)
-        with refused(str(foreign / file), *mentions):
-            analyse([foreign])
+        assert_refused(err, str(tmp_path / name), mentions)
+    (tmp_path / "foreign" / "grid.json").write_text("{")
+    with refused(str(tmp_path / "foreign"), "grid.json"):
+        analyse([tmp_path / "foreign"])
 
 
 def write_run(folder: Path, *flags: str, state: str = "completed", **content: Any) -> None:
@@ -501,6 +453,7 @@ def write_run(folder: Path, *flags: str, state: str = "completed", **content: An
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_of_runs_that_no_grid_made_is_analysed(tmp_path: Path, run_script: RunScript) -> None:
     """The axes are the options that differ. A global batch that follows from batch and ranks is not an axis."""
     folder = tmp_path / "runs"
@@ -523,41 +476,3 @@ def test_a_folder_of_runs_that_no_grid_made_is_analysed(tmp_path: Path, run_scri
     assert (code, out) == (0, f"report: {folder}/analysis/report.html\n"), err
     write_run(folder / "accumulated", "--training.batch_size=8", "--training.global_batch_size=32")
     assert "training.global_batch_size" in analyse([folder]).grids.varied
-
-
-@pytest.mark.parametrize(
-    ("arguments", "about", "mentions"),
-    [
-        ([], "", ["required", "grid"]),
-        (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json"', ["writable folder"]),
-    ],
-)
-def test_a_mistake_in_the_command_is_one_line(
-    tmp_path: Path, run_script: RunScript, arguments: list[str], about: str, mentions: list[str]
-) -> None:
-    folder = write_grid(tmp_path / "grid", [row()])
-    code, out, err = run_script(SCRIPT, *(argument.format(grid=folder) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert_refused(err, about.format(grid=folder), mentions)
-
-
-@pytest.mark.nightly
-def test_ten_thousand_rows_take_less_than_twenty_seconds(tmp_path: Path, run_script: RunScript) -> None:
-    settings = itertools.product(
-        (1, 2, 4, 8, 16, 32, 64), (False, True), ("none", "selective", "full"), ("float32", "bfloat16"), ("1,8", "8,1"),
-        (2, 4, 8), range(20),
-    )  # fmt: skip
-    keys = ("batch", "compiled", "checkpointing", "precision", "parallel", "patch", "seed")
-    rows = []
-    for setting in settings:
-        values = dict(zip(keys, setting, strict=True))
-        seed = values.pop("seed")
-        speed = 10 * values["batch"] * (1.5 if values["compiled"] else 1) * (1 + seed / 1000)
-        entry = row(**values, throughput=speed, memory=values["batch"], **{"training.seed": seed})
-        rows.append({**entry, "run_name": f"{entry['run_name']}_seed-{seed}"})
-    assert len(rows) > 10_000
-    folder = write_grid(tmp_path / "grid", rows, axes=("training.seed",))
-    start = time.process_time()  # other work on the machine is not ours
-    assert run_script(SCRIPT, folder)[0] == 0
-    assert time.process_time() - start < 20
-    assert "torch.compile: off → on: +50% images/s" in (folder / "analysis" / "report.html").read_text()

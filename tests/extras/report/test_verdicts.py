@@ -21,11 +21,8 @@ from test_analysis import analyse, compiling, section, write_grid, write_losses
 from torchditan.extras.ablation.grid import COMPILE
 from torchditan.extras.report.data import Data
 from torchditan.extras.report.effects import MEMORY, THROUGHPUT
-from torchditan.extras.report.figures import PALETTE
-from torchditan.extras.report.grids import read_grids
-from torchditan.extras.report.page import csv_of
 from torchditan.extras.report.report import page_of
-from torchditan.extras.report.verdicts import LEVEL, holm, judge, paired_tests, seeds_needed, summary, verdict_text
+from torchditan.extras.report.verdicts import LEVEL, holm, paired_tests, seeds_needed, summary, verdict_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,10 +74,9 @@ def find(verdicts: pd.DataFrame, axis: str, figure: str) -> list[Any]:
 # The statistics
 
 
-@pytest.mark.parametrize("num_seeds", [2, 3, 5])
-def test_pure_noise_gets_a_verdict_in_at_most_one_of_twenty_grids(num_seeds: int) -> None:
+def test_pure_noise_gets_a_verdict_in_at_most_one_of_twenty_grids() -> None:
     """8 settings against one baseline and 4 correlated figures: 32 comparisons, none of which has an effect."""
-    num_grids, generator = 4000, np.random.default_rng(0)
+    num_grids, num_seeds, generator = 4000, 3, np.random.default_rng(0)
     seeds = 3 * generator.normal(size=(num_grids, 1, 4, num_seeds))
     of_run = generator.normal(size=(num_grids, 9, 1, num_seeds))  # shared by the figures of a run
     values = seeds + of_run + generator.normal(size=(num_grids, 9, 4, num_seeds))
@@ -126,7 +122,7 @@ def test_equal_differences_show_no_spread_and_decide_nothing(differences: list[f
     assert holm(tests.p)[1] == pytest.approx(2 * tests.p[1]), "it counts as a comparison all the same"
 
 
-@pytest.mark.parametrize(("mean", "level"), [(1.0, 0.05), (-2.0, 0.001), (1.8, 0.001), (0.4, 0.01)])
+@pytest.mark.parametrize(("mean", "level"), [(1.0, 0.05), (-2.0, 0.001)])
 def test_the_number_of_seeds_finds_the_difference_with_the_stated_power(mean: float, level: float) -> None:
     number = seeds_needed(mean, 1.0, level=level)
     assert number is not None
@@ -137,11 +133,6 @@ def test_the_number_of_seeds_finds_the_difference_with_the_stated_power(mean: fl
         powers.append((paired_tests(values).p <= level).mean())
     assert powers[1] >= 0.8 - 0.012 and powers[0] <= 0.8 + 0.012
     assert powers[0] < powers[1]
-
-
-def test_hopeless_and_unknown_numbers_of_seeds_are_none() -> None:
-    assert seeds_needed(0.001, 1.0, level=0.05) is None
-    assert seeds_needed(1.0, 0.0, level=0.05) is None
 
 
 # From ledgers to verdicts
@@ -175,6 +166,7 @@ def test_verdicts_are_those_of_the_tests(tmp_path: Path) -> None:
     assert found["corrected_p"].tolist() == pytest.approx(holm(np.array(p)).tolist())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_seed_gives_no_verdict_however_large_the_difference(tmp_path: Path) -> None:
     analysis = analysis_of(tmp_path, square(1, **{FD: swiglu_helps}))
     assert set(analysis.verdicts["verdict"]) == {"one seed: no verdict"}
@@ -253,19 +245,6 @@ def test_the_baseline_of_a_grid_that_continues_on_another_device_is_its_first_ro
     assert set(zip(found["axis"], found["from_value"], strict=True)) == {(MLP, "gelu"), (NORM, "false")}
 
 
-def test_grids_of_pure_noise_get_verdicts_as_seldom_as_promised(tmp_path: Path) -> None:
-    """From ledgers to words: 20 grids of 8 comparisons without any effect. 5 decided grids have a chance of 0.3%."""
-    generator = np.random.default_rng(5)
-    folders = []
-    for number in range(20):
-        rows = square(3, **{FD: lambda *_: generator.normal(), RECALL: lambda *_: generator.normal()})
-        folders.append(write_grid(tmp_path / f"grid{number}", rows, axes=(MLP, NORM, SEED)))
-    found = judge(read_grids(folders))
-    assert len(found) == 20 * 8
-    decided = set(found["grid"][found["verdict"].isin(("better", "worse"))])
-    assert len(decided) < 5
-
-
 @pytest.mark.parametrize(
     ("axis", "settings", "is_measured_alike"),
     [
@@ -317,6 +296,7 @@ def speeds(num_seeds: int = 3) -> list[Row]:
     ]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     analysis = analyse([write_grid(tmp_path / "grid", speeds(), axes=(SEED,))])
     results = analysis.grids
@@ -334,13 +314,6 @@ def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     *_, table = section(page_of(analysis), "Throughput and memory").blocks
     assert "165 ± 37" in table.frame.iloc[0].tolist()
     assert "3 training seeds, averaged: 0, 1, 2." in page_of(analysis).html
-
-
-def test_every_seed_has_the_same_weight(tmp_path: Path) -> None:
-    repeated = [entry | {"repeat": 2, "images_per_second_mean": 200.0} for entry in speeds() if entry[SEED] == 0]
-    cells = analyse([write_grid(tmp_path / "grid", [*speeds(), *repeated], axes=(SEED,))]).grids.cells
-    assert cells[THROUGHPUT.column].iloc[0] == pytest.approx((150 + 110 + 120) / 3)
-    assert cells["num_repeats"].iloc[0] == 4
 
 
 def test_curves_are_means_over_seeds_and_a_run_that_diverged_keeps_its_own(tmp_path: Path) -> None:
@@ -381,6 +354,7 @@ def test_the_report_the_terminal_and_the_csv_have_the_verdicts(tmp_path: Path, r
     assert float(entry["low"]) < float(entry["difference"]) < float(entry["high"]) < 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_fewer_figures_are_fewer_comparisons(tmp_path: Path, run_script: RunScript) -> None:
     rows = square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})
     folder = write_grid(tmp_path / "grid", rows, axes=(MLP, NORM, SEED))
@@ -402,23 +376,3 @@ def test_two_grids_are_corrected_each_for_itself(tmp_path: Path) -> None:
     found = analyse(folders).verdicts
     assert dict(zip(found["grid"], found["num_comparisons"], strict=True)) == {"a": 4, "b": 4}
     assert "| a, model.mlp: gelu → swiglu" in verdict_text(found)
-
-
-def test_the_figure_shows_each_interval_in_its_colour(tmp_path: Path) -> None:
-    analysis = analysis_of(tmp_path, square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts}))
-    found, plot = analysis.verdicts, section(page_of(analysis), "Verdicts on quality").blocks[0]
-    ends = set(zip(found["verdict"], found["low"].round(9), found["high"].round(9), strict=True))
-    words = {PALETTE[0]: "better", PALETTE[1]: "worse", PALETTE[7]: "inconclusive"}
-    shown = set()
-    for panel in plot.figure.axes:
-        for bar in panel.containers:
-            (segment,) = bar.lines[2][0].get_segments()
-            shown.add((words[bar.lines[0].get_color()], round(segment[0, 0], 9), round(segment[1, 0], 9)))
-    assert shown == ends
-    assert [text.get_text() for text in plot.figure.legends[0].texts] == ["better", "worse", "inconclusive"]
-
-
-def test_the_same_ledger_gives_the_same_bytes(tmp_path: Path) -> None:
-    rows = square(3, **{FD: swiglu_helps})
-    first, second = (analysis_of(tmp_path / name, rows).verdicts for name in "ab")
-    assert csv_of(first) == csv_of(second) and verdict_text(first) == verdict_text(second)

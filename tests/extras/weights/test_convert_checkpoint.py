@@ -273,7 +273,7 @@ def test_an_imported_run_draws_the_same_pictures(
         assert outcome.code == 0, outcome.err
         pictures.append(picture.read_bytes())
     assert pictures[0] == pictures[1]
-    outcome = run_script("torchditan", "evaluate", run, "--samples_per_class=1", "--epochs=1")
+    outcome = run_script("torchditan", "evaluate", run, "--num_samples=10", "--epochs=1")
     assert (outcome.code, cards.values(outcome)["step"]) == (0, 3)
 
 

@@ -50,7 +50,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
     add("--dump_folder", type=Path, default=Path("outputs"), help="default: outputs")
     for option in (OPTIONS[key] for key in _OF_FILE):
         add(f"--{option.name}", type=option.parse, help=f"{option.description} (default: from the file)")
-    add("--retry", default="error,timeout", help="statuses of runs to retry, or none (default: error,timeout)")
     add("--launcher", default="local", help=f"{', '.join(LAUNCHERS)}, or module:name (default: local)")
     add("--slurm_jobs", type=int, default=16, help="maximum number of submitted jobs (default: 16)")
     add("--amd_summary", action="store_true", help=_AMD_HELP)
@@ -97,10 +96,6 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
     if grid.left_out is not None:
         print(f"note: {grid.left_out}", file=sys.stderr)
     path = arguments.dump_folder / grid.name
-    retry = [] if arguments.retry == "none" else arguments.retry.split(",")
-    for status in retry:
-        if status not in STATUSES:
-            raise ConfigError(f"--retry = {status!r}: must be one or more of {', '.join(STATUSES)}, or none")
     if arguments.dry_run:
         with reader_may_leave():
             _dry_run(grid, path, device=arguments.device)
@@ -111,7 +106,7 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
     launcher = build(kind, "--launcher", arguments.launcher, path, **given)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        rows = run_grid(grid, path=path, launcher=launcher, retry=retry)
+        rows = run_grid(grid, path=path, launcher=launcher)
     except KeyboardInterrupt:
         if arguments.amd_summary:  # covers the runs made so far
             write_amd_summary(grid, path)

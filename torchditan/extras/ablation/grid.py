@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,7 @@ class Grid:
             if not values <= possible:  # a mistake, not a combination
                 raise ConfigError(f"{self.name}, {reason}")
         if not runs:
-            raise ConfigError(f"{self.name} is an empty grid: every run is excluded")
+            raise ConfigError(f"{self.name} is an empty grid: every run is excluded, or an axis has no values")
         _check_effects(self.axes, runs)
         return runs, [reason for _, reason in wrong]
 
@@ -465,15 +465,9 @@ def _check_keys(grid: Grid) -> None:
 def _check_axis(axis: str, values: Any) -> list[Any]:
     """Values of an axis, converted to the types of the configuration."""
     listed = values if isinstance(values, list) else [values]
-    if not listed:
-        raise ConfigError(f"axes.{axis} = []: an empty grid; must have at least one value")
     if axis == BATCH_SIZE and "auto" in listed:
         raise option_error(f"axes.{axis}", listed, 'must be integers; to search, set autotune = "largest" instead')
-    coerced = [_checked_value(axis, value) for value in listed]
-    for position, value in enumerate(coerced):
-        if value in coerced[:position]:
-            raise option_error(f"axes.{axis}", listed, f"lists {json.dumps(value)} twice")
-    return coerced
+    return [_checked_value(axis, value) for value in listed]
 
 
 def _checked_value(axis: str, value: Any) -> Any:
@@ -543,15 +537,3 @@ def parse_setting(option: str, text: str) -> Any:
     if known is not None and known.is_list:
         return [_parse_value(option, word) for word in re.split(r"[,\s]+", text.strip("[] ")) if word]
     return _parse_value(option, text)
-
-
-def as_flags(values: Mapping[str, Any]) -> Iterator[str]:
-    """Options as flags of `train.py`: `--training.compile=true`."""
-    for option, value in values.items():
-        if isinstance(value, list) and all(isinstance(element, str) for element in value):
-            text = json.dumps(value, ensure_ascii=False)  # strings may contain commas
-        elif isinstance(value, list):
-            text = ",".join(map(str, value))
-        else:
-            text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
-        yield f"--{option}={text}"

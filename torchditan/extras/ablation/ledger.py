@@ -5,7 +5,7 @@ Notable:
 - a missing number is empty, never zero;
 - measurements (`MEASURES`) come from `metrics.jsonl`, one record per step: mean and sample standard deviation over the
   last `window` steps. The first step, which compiles and warms up, is never part of the window;
-- figures of quality (`QUALITY`) are those after the last step. A ledger has a column for each that a run measured;
+- figures of quality (`quality`) are those after the last step. A ledger has a column for each that a run measured;
 - both files are written under a temporary name and renamed. A truncated ledger, or one with unknown columns, is
   refused; columns that it lacks are empty.
 """
@@ -19,16 +19,17 @@ import json
 import math
 import socket
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchditan.config.schema import options
+from torchditan.config.schema import Option, options
 from torchditan.errors import ConfigError, shorten
 from torchditan.extras.ablation.device import Device
 from torchditan.extras.ablation.grid import ALIASES, BATCH_SIZE, STANDARD_AXES, Grid, Run
 from torchditan.extras.ablation.launch import Outcome
+from torchditan.registry import METRICS, installed_plug_ins, registered
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_config, read_metrics
@@ -40,69 +41,21 @@ SKIPPED_AFTER_OOM = "of this cell ran out of memory"
 """Part of the reason of a run that was skipped because a smaller batch ran out of memory."""
 
 _LONGEST_REASON = 300
+_FIGURE = Option(float, "a figure of quality")
 
 Row = dict[str, Any]
 
 
-class Steps(NamedTuple):
-    """The steps of a run that are measured."""
-
-    records: Sequence[Mapping[str, Any]]
-    """metrics.jsonl, one record per step."""
-    window: int
-    num_devices: int
-
-    def last(self, key: str) -> list[float]:
-        """The values of the window; [] if a step lacks it."""
-        values: list[Any] = [record.get(key) for record in self.records[-self.window :]]
-        return [] if None in values else values
-
-    def mean(self, key: str) -> float | None:
-        return statistics.fmean(values) if (values := self.last(key)) else None
-
-    def std(self, key: str) -> float | None:
-        return statistics.stdev(values) if len(values := self.last(key)) > 1 else None
-
-    def peak(self, key: str) -> float | None:
-        """Maximum over all steps."""
-        return max((record[key] for record in self.records if record.get(key) is not None), default=None)
-
-    def images_per_second_per_device(self) -> float | None:
-        mean = self.mean("images_per_second")
-        return None if mean is None else mean / self.num_devices
-
-    def compile_s(self) -> float | None:
-        """Time of the first step minus that of a later one: compilation, or only the warm-up in eager runs."""
-        first, later = self.records[0].get("step_time_s"), self.mean("step_time_s")
-        return None if first is None or later is None else max(0.0, first - later)
-
-
-MEASURES: dict[str, Callable[[Steps], float | None]] = {
-    "step_time_s_mean": lambda steps: steps.mean("step_time_s"),
-    "step_time_s_std": lambda steps: steps.std("step_time_s"),
-    "images_per_second_mean": lambda steps: steps.mean("images_per_second"),
-    "images_per_second_std": lambda steps: steps.std("images_per_second"),
-    "images_per_second_per_device_mean": Steps.images_per_second_per_device,
-    "tflops_per_device_mean": lambda steps: steps.mean("tflops_per_device"),
-    "tflops_per_device_std": lambda steps: steps.std("tflops_per_device"),
-    "mfu_mean": lambda steps: steps.mean("mfu"),
-    "mfu_std": lambda steps: steps.std("mfu"),
-    "peak_memory_gib": lambda steps: steps.peak("peak_memory_gib"),
-    "peak_reserved_gib": lambda steps: steps.peak("peak_reserved_gib"),
-    "loss_last": lambda steps: steps.records[-1].get("loss"),
-    "loss_mean": lambda steps: steps.mean("loss"),
-    "compile_s": Steps.compile_s,
-}
-"""Columns that are computed from the steps of a completed run. Memory is the maximum over ranks and steps."""
-PROVENANCE: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "git_commit": lambda stored: stored.get("git_commit"),
-    "torch_version": lambda stored: (stored.get("versions") or {}).get("torch"),
-    "python_version": lambda stored: (stored.get("versions") or {}).get("python"),
-    "device": lambda stored: (stored.get("hardware") or {}).get("device_name"),
-    "device_type": lambda stored: (stored.get("hardware") or {}).get("device"),
-    "host": lambda stored: (stored.get("hardware") or {}).get("hostname"),
-}
-"""Columns with the code and the machine, as the config.json of a run records them."""
+_WITH_SPREAD = ("step_time_s", "images_per_second", "tflops_per_device", "mfu")
+"""Keys of metrics.jsonl whose mean and standard deviation over the window are columns."""
+MEASURES = (
+    *("step_time_s_mean", "step_time_s_std", "images_per_second_mean", "images_per_second_std"),
+    *("images_per_second_per_device_mean", "tflops_per_device_mean", "tflops_per_device_std", "mfu_mean", "mfu_std"),
+    *("peak_memory_gib", "peak_reserved_gib", "loss_last", "loss_mean", "compile_s"),
+)
+"""Columns of `measure`."""
+PROVENANCE = ("git_commit", "torch_version", "python_version", "device", "device_type", "host")
+"""Columns of `provenance_of`."""
 _BEFORE_AXES: dict[str, type] = {
     "schema_version": int,
     "grid": str,
@@ -117,64 +70,93 @@ _AFTER_AXES: dict[str, type] = {
     **dict.fromkeys(("start_up_s", "elapsed_s"), float),  # from the launch to the first step, and to the end
     **dict.fromkeys((*PROVENANCE, "started"), str),
 }
-QUALITY: dict[str, bool] = {
-    "validation_loss": False,
-    "FD-EffNetLite0": False,
-    "KID-EffNetLite0": False,
-    "recall-EffNetLite0": True,
-    "coverage-EffNetLite0": True,
-    "FID": False,
-    "KID": False,
-    "recall": True,
-    "coverage": True,
-    "accuracy_generated": True,
-    "prompts seen: all": True,
-    "prompts held-out: all": True,
-}
-"""Figures of validation and evaluation, as metrics.jsonl names them, and whether higher is better."""
+
+
+def quality() -> dict[str, bool]:
+    """Figures of validation and evaluation for verdicts, as metrics.jsonl names them; whether higher is better."""
+    declared = {"validation_loss": False}
+    for name in (*METRICS, *installed_plug_ins(METRICS.group)):
+        declared |= getattr(registered(METRICS, name), "verdicts", {})
+    return declared
 
 
 def columns(axes: Iterable[str], *, measured: Iterable[str] = ()) -> list[str]:
     """Columns of a ledger with these axes, in order. The standard axes are always included.
 
-    `measured` contains the names of the figures that a run has; others than those of `QUALITY` are ignored.
+    `measured` contains the names of the figures that a run has; others than those of `quality` are ignored.
     """
     further = [axis for axis in axes if axis not in STANDARD_AXES]
     found = set(measured)
-    quality = [name for name in QUALITY if name in found]
-    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES, *quality]
+    figures = [name for name in quality() if name in found]
+    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES, *figures]
 
 
 def column_type(column: str) -> type:
-    """int, float, bool or str. Lists are stored as text."""
+    """int, float, bool or str. Lists are stored as text; whatever else is not known is a figure."""
     if column in ALIASES:
         return ALIASES[column].kind
-    known = {**_BEFORE_AXES, **_AFTER_AXES, **dict.fromkeys(QUALITY, float)}.get(column)
+    known = {**_BEFORE_AXES, **_AFTER_AXES}.get(column)
     if known is not None:
         return known
-    option = options()[column]
+    option = options().get(column, _FIGURE)
     return str if option.is_list else option.kind
 
 
 def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: int) -> Row:
-    """Columns computed from metrics.jsonl with one record per step; empty without a full window after step 1."""
+    """Columns computed from metrics.jsonl with one record per step; empty without a full window after step 1.
+
+    Memory is the maximum over ranks and steps. `compile_s` is the time of the first step minus that of a later one:
+    compilation, or only the warm-up in eager runs.
+    """
     if len(records) < window + 1:
         return {}
-    steps = Steps(records, window, num_devices)
+    first, *_, last = records
+
+    def values(key: str) -> list[float]:
+        """Of the window; [] if a step lacks it."""
+        found: list[Any] = [record.get(key) for record in records[-window:]]
+        return [] if None in found else found
+
+    def mean(key: str) -> float | None:
+        return statistics.fmean(found) if (found := values(key)) else None
+
+    def peak(key: str) -> float | None:
+        return max((record[key] for record in records if record.get(key) is not None), default=None)
+
+    row: Row = {}
+    for key in _WITH_SPREAD:
+        row[f"{key}_mean"], row[f"{key}_std"] = mean(key), None
+        if len(found := values(key)) > 1:
+            row[f"{key}_std"] = statistics.stdev(found)
+    speed, later, start = row["images_per_second_mean"], row["step_time_s_mean"], first.get("step_time_s")
+    row["images_per_second_per_device_mean"] = None if speed is None else speed / num_devices
+    row |= {key: peak(key) for key in ("peak_memory_gib", "peak_reserved_gib")}
+    row |= {"loss_last": last.get("loss"), "loss_mean": mean("loss")}
+    row["compile_s"] = None if start is None or later is None else max(0.0, start - later)
     # Validation and evaluation run after the last step, whatever their frequency.
-    figures = {name: records[-1].get(name) for name in QUALITY}
-    return {name: compute(steps) for name, compute in MEASURES.items()} | {
-        name: value for name, value in figures.items() if value is not None and math.isfinite(value)
+    figures = {name: last.get(name) for name in quality()}
+    return row | {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def _provenance(stored: Mapping[str, Any]) -> Row:
+    """The code and the machine, as the config.json of a run records them."""
+    versions, hardware = stored.get("versions") or {}, stored.get("hardware") or {}
+    return {
+        "git_commit": stored.get("git_commit"),
+        "torch_version": versions.get("torch"),
+        "python_version": versions.get("python"),
+        "device": hardware.get("device_name"),
+        "device_type": hardware.get("device"),
+        "host": hardware.get("hostname"),
     }
 
 
 def provenance_of(folder: Path) -> Row:
     """Code and machine that the run recorded; empty if it failed before that."""
     try:
-        stored = read_config(folder)
+        return _provenance(read_config(folder))
     except ConfigError:
         return {}
-    return {name: read(stored) for name, read in PROVENANCE.items()}
 
 
 @functools.cache
@@ -182,8 +164,8 @@ def _provenance_here(device: Device | None) -> Row:
     """Code of this process, and the device of this machine if it makes the runs."""
     hardware = {} if device is None else {"device_name": device.name, "device": device.type}
     hardware |= {} if device is None else {"hostname": socket.gethostname()}
-    stored = {"git_commit": provenance.git_commit(), "versions": provenance.versions("torch"), "hardware": hardware}
-    return {name: read(stored) for name, read in PROVENANCE.items()}
+    versions = provenance.versions("torch")
+    return _provenance({"git_commit": provenance.git_commit(), "versions": versions, "hardware": hardware})
 
 
 def row_of(grid: Grid, run: Run, status: str, reason: str | None, *, device: Device | None) -> Row:

@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchditan.config.loader import as_flags
 from torchditan.errors import ConfigError
 from torchditan.extras.ablation.autotune import STORE_NAME, TRIALS_FOLDER, NothingFits, TrialFailed, find_batch_size
 from torchditan.extras.ablation.board import Board
 from torchditan.extras.ablation.device import Device
-from torchditan.extras.ablation.grid import BATCH_SIZE, Grid, Run, as_flags
+from torchditan.extras.ablation.grid import BATCH_SIZE, Grid, Run
 from torchditan.extras.ablation.launch import TRAIN, Job, Outcome, Tick, end_processes, execute, last_step
 from torchditan.extras.ablation.ledger import Row, row_of, row_of_outcome
 

@@ -35,7 +35,7 @@ from torchditan.run.directory import take_lock
 
 GRID_NAME = "grid.json"
 RETRIED = ("error", "timeout")
-"""Statuses that a repeated command retries by default."""
+"""Statuses that a repeated command retries."""
 
 _KIND = "torchditan ablation grid"
 _POLL_S = 1.0
@@ -133,7 +133,6 @@ def run_grid(
     *,
     path: Path,
     launcher: Launcher,
-    retry: Sequence[str] = RETRIED,
     program: tuple[str, ...] = TRAIN,
     stream: TextIO | None = None,
 ) -> list[Row]:
@@ -143,7 +142,6 @@ def run_grid(
         grid: result of `load_grid`.
         path: folder of the grid.
         launcher: where runs are made.
-        retry: statuses of runs to make again.
         program: of a rank, as in `Job`.
         stream: for the table of the runs; None: stdout.
 
@@ -160,7 +158,7 @@ def run_grid(
         where = device.name if device else "other machines"
         board.begin(f"{grid.name}: {len(runs)} runs of {grid.steps} steps on {where}, into {path}")
         maker = Maker(replace(grid), path, program, board if launcher.is_here else None)
-        _Schedule(runs, folder, maker, launcher, device, board, retry).work()
+        _Schedule(runs, folder, maker, launcher, device, board).work()
         board.close()
     return [folder.rows[run.name] for run in runs]
 
@@ -175,7 +173,6 @@ class _Schedule:
     launcher: Launcher
     device: Device | None
     board: Board
-    retry: Sequence[str]
 
     def work(self) -> None:
         waiting = self._runs_to_make()
@@ -202,7 +199,7 @@ class _Schedule:
         waiting = []
         for run in self.runs:
             row = self.folder.rows.get(run.name)
-            if row is None or row["status"] == "skipped" or row["status"] in self.retry:
+            if row is None or row["status"] in ("skipped", *RETRIED):
                 waiting.append(run)
             else:
                 self.board.row(row, is_new=False)

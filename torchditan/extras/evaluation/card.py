@@ -20,8 +20,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torchditan.config.loader import from_dict
-from torchditan.config.options import Config, flatten
+from torchditan.config.loader import as_flags, from_dict
+from torchditan.config.options import Config
 from torchditan.errors import ConfigError, is_finite_number
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the format, stored as `card`."""
 CARD_FILE = "card.json"
-_PATHS = ("autoencoder.path", "dataset.root_dir", "model.path", "text_encoder.path")
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,10 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One evaluation, with all that is needed to repeat it (`arguments_of`)."""
+    """One evaluation, with all that is needed to repeat it."""
 
     run: str | None = None
-    """The run directory, as it was given. None for a file of images, as are the entries up to `commit` but `images`."""
+    """The run directory, as it was given. A file of images has none, nor the entries up to `options` but `images`."""
     run_id: str | None = None
     """Identifies the run, also after its folder moved; for other weights `sha256-` and the start of their hash."""
     images: ImageSet | None = None
@@ -115,40 +114,29 @@ class Card:
     model_parameters: int | None = None
     decoder: str | None = None
     """Fingerprint of the autoencoder that decodes samples; None for a model of pixels."""
-    paths: dict[str, str] = field(default_factory=dict)
-    """Options such as `autoencoder.path` that replaced the run's own."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """The `[sampling]` options that change samples."""
     model_evaluations: int | None = None
     """Forward passes per sample; a guided step counts two."""
 
+    options: dict[str, Any]
+    """Those of torchditan evaluate by name, also where they were left out: `step`, `class_balance`, `rounding`, ..."""
+    flags: list[str] = field(default_factory=list)
+    """Options of the run that were typed, but those of [sampling]."""
     commit: str | None
     """Of the code that evaluates."""
     seeds: list[int]
     """Sampling seeds: consecutive."""
     num_samples: int
     """Of each seed."""
-    class_balance: Literal["data", "balanced", "random"] | None = None
-    """How the classes of samples were chosen; None for prompts, and for a file of images as rounding and batch_size."""
-    prompts: list[str] = field(default_factory=list)
-    """`--prompts`, if they were given."""
-    rounding: Literal["nearest", "down"] | None = None
-    batch_size: int | None = None
-    """Samples drawn together, which changes their last bits."""
     ranks: int = 1
     """Processes that drew. They change no figure."""
     metrics: list[str]
-    epochs: int = 20
-    """Of metrics that train a model."""
     reference: ImageSet | None
     """None for metrics of prompts, which compare with no images."""
-    reference_run: str | None = None
-    """For a file of images, the run whose real images it was compared with, as it was given; None without one."""
     held_out: ImageSet | None = None
     extractors: dict[str, str]
     """Name -> SHA-256 of the weights."""
-    inception_weights: str | None = None
-    """`--inception_weights`, if it was given."""
     figures: dict[str, CardFigure]
     samples: list[str] = field(default_factory=list)
     """SHA-256 of the images of each seed."""
@@ -159,8 +147,6 @@ class Card:
     device_name: str | None = None
     precision: str = "float32"
     """Of the model that drew, in words. Extractors always compute in float32."""
-    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """`--float32_matmul_precision`: of the products of the model that drew."""
     seconds: float | None = None
     """Duration of drawing and comparing."""
     created: str
@@ -245,37 +231,14 @@ def settings_of(card: Card) -> dict[str, Any]:
 
 def arguments_of(card: Card) -> list[str]:
     """The arguments with which torchditan evaluate repeats a card, the run first."""
-    is_run = card.images is None
-    run = card.run if is_run else card.reference_run
-    given = {
-        "step": card.step,
-        "weights": card.weights,
-        "images": None if card.images is None else card.images.path,
-        "reference": card.reference.path if card.reference else None,
-        "inception_weights": card.inception_weights,
-        "num_samples": card.num_samples if is_run else None,
-        "seed": card.seeds[0],
-        "seeds": len(card.seeds) if is_run else None,
-        "batch_size": card.batch_size,
-        "class_balance": card.class_balance,
-        "rounding": card.rounding,
-        "float32_matmul_precision": card.float32_matmul_precision if is_run else None,
-        "epochs": card.epochs,
-        **card.paths,
-        **{f"sampling.{key}": _flag(value) for key, value in card.sampling.items()},
-    }
-    arguments = [] if run is None else [run]
-    arguments += ["--metrics", *card.metrics]
-    arguments += ["--prompts", *card.prompts] if card.prompts else []
-    arguments += ["--without_data"] if run and given["reference"] and card.held_out is None else []
-    return arguments + [f"--{name}={value}" for name, value in given.items() if value is not None]
-
-
-def _flag(value: Any) -> str:
-    """A value as the configuration's flags write it."""
-    if isinstance(value, list):
-        return ",".join(map(_flag, value))
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    given = dict(card.options)
+    words = [str(given.pop("run"))] if "run" in given else []
+    for name, value in given.items():
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words.append(f"--{name}" if value is True else f"--{name}={value}")
+    return [*words, *card.flags, *as_flags({f"sampling.{name}": value for name, value in card.sampling.items()})]
 
 
 # Figures and intervals
@@ -384,11 +347,10 @@ def about_run(
 
     Args:
         run: the run directory or another place of weights, as it was given.
-        config: its options, with the `--sampling` and `--autoencoder` flags of this evaluation.
+        config: its options, with the flags of this evaluation.
         content: what config.json of the run says, or the file about its weights (`TrainedModel.content`).
     """
     stored = from_dict(content["config"])
-    now, before = flatten(config), flatten(stored)
     imported = content.get("imported")
     is_foreign = isinstance(imported, dict) and "format" in imported
     found: dict[str, Any] = {
@@ -406,7 +368,6 @@ def about_run(
         ),
         "model": " ".join([config.model.name, config.model.flavor, *config.model.overrides]),
         "decoder": config.autoencoder.fingerprint,
-        "paths": {name: now[name] for name in _PATHS if now[name] is not None and now[name] != before[name]},
     }
     if is_foreign:
         return {**found, "imported": imported}
@@ -441,7 +402,6 @@ def environment_of(device: torch.device) -> dict[str, Any]:
     is_tf32 = device.type == "cuda" and torch.backends.cudnn.allow_tf32
     return {
         "precision": f"{precision}, convolutions in TF32" if is_tf32 else precision,
-        "float32_matmul_precision": products,
         "commit": provenance.git_commit(),
         "versions": provenance.versions("torchditan", "torch", "numpy"),
         "device": device.type,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ class ClassifierAccuracy(MetricOfAllPictures):
     """Share of generated images that a classifier of the training images assigns to their requested class."""
 
     needs_labels = True
+    verdicts: ClassVar[Mapping[str, bool]] = {"accuracy_generated": True}
 
     def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
         """Refuse a dataset without training images, to train the classifier, or held-out images, to test it.

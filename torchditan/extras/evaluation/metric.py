@@ -88,6 +88,9 @@ class Metric(Protocol):
     needs_labels: ClassVar[bool]
     """Whether it requires a class-conditional model."""
 
+    verdicts: ClassVar[Mapping[str, bool]]
+    """Figures on which the verdicts of a grid are based, and whether higher is better. May be left out."""
+
     extractors: dict[str, str]
     """Networks whose features it compares: name -> SHA-256 of the weights."""
 
@@ -145,6 +148,7 @@ class MetricOfAllPictures:
     """Base class for metrics that need all pictures at once, kept on the host; subclasses implement `compute`."""
 
     needs_labels: ClassVar[bool] = False
+    verdicts: ClassVar[Mapping[str, bool]] = {}
 
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation

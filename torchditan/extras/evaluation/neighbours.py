@@ -62,8 +62,7 @@ def compare_with_halves(
 
 def real_radii(real: Tensor) -> Tensor:
     """Squared radii of the balls of real images (M, D): (M, 2), for `K_PRECISION_RECALL` and `K_DENSITY_COVERAGE`."""
-    ks = [K_PRECISION_RECALL, K_DENSITY_COVERAGE]
-    return squared_radii(real, ks, centre=real.mean(0), name="real images")
+    return squared_radii(real, [K_PRECISION_RECALL, K_DENSITY_COVERAGE], centre=real.mean(0))
 
 
 def _compare(parts: list[Tensor], real: Tensor, radii: Tensor) -> list[Neighbourhoods]:
@@ -101,7 +100,7 @@ def _compare(parts: list[Tensor], real: Tensor, radii: Tensor) -> list[Neighbour
 def _radii_of_parts(parts: list[Tensor], *, centre: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Squared radii (N,) of generated images: among those of their part, and among those of all (one or two) parts."""
     k = K_PRECISION_RECALL
-    within = [_nearest_within(part, k, centre=centre, name="generated images") for part in parts]
+    within = [_nearest_within(part, k, centre=centre) for part in parts]
     among_all = [nearest.clone() for nearest in within]
     if len(parts) > 1:
         for rows, columns, distances in _blocks(*parts, centre=centre):
@@ -143,14 +142,13 @@ def nearest_distances(features: Tensor, references: Tensor) -> tuple[Tensor, Ten
     return torch.cat([(rows.double() - references[index]).norm(dim=1) for rows, index in parts]), nearest
 
 
-def squared_radii(features: Tensor, ks: list[int], *, centre: Tensor, name: str) -> Tensor:
+def squared_radii(features: Tensor, ks: list[int], *, centre: Tensor) -> Tensor:
     """Squared distance of each row of (N, D) to its k-th nearest other row: (N, len(ks)).
 
     Args:
         centre: (D,) subtracted from the features first, so that their products are small.
-        name: what the images are called if they are too few.
     """
-    return _nearest_within(features, max(ks), centre=centre, name=name).sort(1).values[:, [k - 1 for k in ks]]
+    return _nearest_within(features, max(ks), centre=centre).sort(1).values[:, [k - 1 for k in ks]]
 
 
 def require_neighbours(count: int, k: int, *, name: str) -> None:
@@ -159,9 +157,8 @@ def require_neighbours(count: int, k: int, *, name: str) -> None:
         raise ConfigError(f"{name}: {count} are too few; the {k} nearest neighbours need {k + 1} or more")
 
 
-def _nearest_within(features: Tensor, k: int, *, centre: Tensor, name: str) -> Tensor:
-    """Squared distances of each row of (N, D) to its k nearest other rows: (N, k), unordered."""
-    require_neighbours(len(features), k, name=name)
+def _nearest_within(features: Tensor, k: int, *, centre: Tensor) -> Tensor:
+    """Squared distances of each row of (N, D) to its k nearest other rows: (N, k), unordered. N is above k."""
     nearest = features.new_full((len(features), k), torch.inf)
     for rows, columns, distances in _blocks(features, features, centre=centre, is_symmetric=True):
         if rows == columns:

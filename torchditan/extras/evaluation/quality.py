@@ -104,6 +104,7 @@ class Quality:
     """
 
     needs_labels: ClassVar[bool] = False
+    verdicts: ClassVar[Mapping[str, bool]] = {}
 
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
@@ -142,11 +143,8 @@ class Quality:
             num_images, *size = image_shape(path)
             check_same_size(image_size, (size[0], size[1]), name=str(path))
             require_neighbours(num_images, K_DENSITY_COVERAGE, name=str(path))
-        gaussian = self._file_statistics[0]
-        if gaussian is None or gaussian.count is not None:
-            count = num_images if gaussian is None else gaussian.count
-            assert count is not None
-            require_full_rank(count, num_features, name=str(path))
+        if self._file_statistics[0] is None:
+            require_full_rank(num_images, num_features, name=str(path))
 
     def update(self, pictures: Pictures) -> None:
         """Add a batch. Sources and pictures come in any order.
@@ -191,23 +189,11 @@ class Quality:
             self._of_real[name] = compute()
         return self._of_real[name]
 
-    def reference_statistics(self) -> tuple[Gaussian, Gaussian | None]:
-        """Of the pooled and of the spatial features of the training images, or of the reference file.
-
-        Raises:
-            ConfigError: there are too few images, or the file cannot be read.
-        """
-        with full_float32(self.extractor.device):
-            reference = self._kept("reference", self._open_reference)
-        if reference.gaussian is None:
-            require_full_rank(len(self._sorted("train")["pool"]), self.extractor.num_features, name="training images")
-        return reference.gaussian, reference.spatial
-
     def compute(self) -> dict[str, Any]:
         """The figures of the table above by their full names; copies and floor only with held-out images.
 
         Raises:
-            ConfigError: there are too few images, or the reference file cannot be read.
+            ConfigError: the reference file cannot be read.
         """
         comparisons = (
             *(self._frechet, self._inception_score, self._kernel),
@@ -233,7 +219,6 @@ class Quality:
         if reference.gaussian is None:
             found = len(self._sorted("train")["pool"])
             return {"FD": f"not computed: {found:,} training images are too few, must be more than {num_features:,}"}
-        require_full_rank(len(pool), num_features, name=self.evaluation.samples_name)
         figures = {"FD": frechet_figure(pool, reference.gaussian)}
         spatial = self._sorted("generated").get("spatial")
         if spatial is not None and reference.spatial is not None:
@@ -250,7 +235,7 @@ class Quality:
     def _kernel(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
         others = {"KID": reference.pool, "KID to held-out": self._pool("held_out")}
         return {
-            name: with_halves(partial(kernel_mean, other), pool, smallest=2)
+            name: with_halves(partial(kernel_distance, references=other), pool, smallest=2)
             for name, other in others.items()
             if other is not None and len(other) > 1
         }
@@ -274,7 +259,7 @@ class Quality:
             floor["held-out FD"] = Figure(distance, len(held_out))
         if len(held_out) > 1 and reference.pool is not None:
             train = reference.pool
-            distance = self._kept("held-out KID", lambda: kernel_mean(train, held_out))
+            distance = self._kept("held-out KID", lambda: kernel_distance(held_out, train))
             floor["held-out KID"] = Figure(distance, len(held_out))
         return floor
 
@@ -350,12 +335,21 @@ class Quality:
 class EffNetQuality(Quality):
     """`FD-EffNetLite0` and the other figures over EfficientNet-Lite0, which works offline."""
 
+    verdicts: ClassVar[Mapping[str, bool]] = {
+        "FD-EffNetLite0": False,
+        "KID-EffNetLite0": False,
+        "recall-EffNetLite0": True,
+        "coverage-EffNetLite0": True,
+    }
+
     def open_extractor(self, evaluation: Evaluation) -> Extractor:
         return open_effnet(evaluation)
 
 
 class InceptionQuality(Quality):
     """FID and the other figures over Inception-2015, as ADM's evaluator and torch-fidelity define them."""
+
+    verdicts: ClassVar[Mapping[str, bool]] = {"FID": False, "KID": False, "recall": True, "coverage": True}
 
     def open_extractor(self, evaluation: Evaluation) -> Extractor:
         return open_inception(evaluation)
@@ -385,7 +379,3 @@ def frechet_figure(features: Tensor, reference: Gaussian) -> Figure:
         return Figure(found, len(features))
     halves = (frechet_distance(reference, even.gaussian()), frechet_distance(reference, odd.gaussian()))
     return Figure(found, len(features), halves)
-
-
-def kernel_mean(reference: Tensor, features: Tensor) -> float:
-    return kernel_distance(features, reference).mean

@@ -5,7 +5,7 @@ Notable:
 - `arr_0` is (N, H, W, 3) uint8; a reference batch may also have `mu` and `sigma` of pool_3, `mu_s` and `sigma_s` of
   the spatial features, of more images than `arr_0` has (Dhariwal & Nichol 2021, github.com/openai/guided-diffusion);
 - images are read and written batch by batch: 50,000 of 256 x 256 are 9.2 GiB;
-- files that we write name their extractor in `extractor`; a file without it is taken for Inception-2015's.
+- statistics are those of Inception-2015, unless the file names another extractor in `extractor`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -73,15 +73,12 @@ def read_images(path: Path, *, batch_size: int) -> Iterator[Tensor]:
             yield images.permute(0, 3, 1, 2).contiguous()
 
 
-def write_images(
-    path: Path, batches: Iterable[Tensor], *, shape: tuple[int, int, int], arrays: Mapping[str, Any] | None = None
-) -> None:
+def write_images(path: Path, batches: Iterable[Tensor], *, shape: tuple[int, int, int]) -> None:
     """Write images as ADM's evaluator reads them; the file appears when it is whole.
 
     Args:
         batches: (B, 3, H, W) uint8; N images in all.
         shape: (N, H, W).
-        arrays: further ones, by name.
     """
     num_written = 0
     with atomic_writer(path) as file, zipfile.ZipFile(file, "w") as archive:
@@ -93,29 +90,6 @@ def write_images(
                 entry.write(images.permute(0, 2, 3, 1).contiguous().cpu().numpy().data)
                 num_written += len(images)
         assert num_written == shape[0], (num_written, shape)
-        for name, array in (arrays or {}).items():
-            with archive.open(f"{name}.npy", "w") as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
-
-
-def write_reference(
-    path: Path,
-    batches: Iterable[Tensor],
-    *,
-    shape: tuple[int, int, int],
-    pool: Gaussian,
-    spatial: Gaussian | None,
-    extractor: str,
-) -> None:
-    """Write images with statistics of features, over at least these images."""
-    tensors = {"mu": pool.mean, "sigma": pool.covariance}
-    if spatial is not None:
-        tensors |= {"mu_s": spatial.mean, "sigma_s": spatial.covariance}
-    arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
-    arrays["extractor"] = np.array(extractor)
-    if pool.count is not None:
-        arrays["count"] = np.array(pool.count)
-    write_images(path, batches, shape=shape, arrays=arrays)
 
 
 def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gaussian | None]:
@@ -132,9 +106,8 @@ def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gau
         stored = str(_read_array(archive, "extractor")) if "extractor" in names else INCEPTION
         if "mu" in names and stored != extractor:
             raise ConfigError(f"{path}: its statistics are of {stored}, and this evaluation uses {extractor}")
-        count = int(_read_array(archive, "count")) if "count" in names else None
         pool, spatial = (
-            _read_gaussian(archive, mean, covariance, count) if {mean, covariance} <= names else None
+            _read_gaussian(archive, mean, covariance) if {mean, covariance} <= names else None
             for mean, covariance in (("mu", "sigma"), ("mu_s", "sigma_s"))
         )
         return pool, spatial
@@ -155,11 +128,11 @@ def check_same_size(generated: tuple[int, int], reference: tuple[int, int], *, n
         raise ConfigError(f"{name}: images of {theirs} pixels, the generated ones are {ours}; they must be equal")
 
 
-def _read_gaussian(archive: zipfile.ZipFile, mean: str, covariance: str, count: int | None) -> Gaussian:
+def _read_gaussian(archive: zipfile.ZipFile, mean: str, covariance: str) -> Gaussian:
     first, second = _read_array(archive, mean), _read_array(archive, covariance)
     if first.ndim != 1 or second.shape != (len(first), len(first)) or not len(first):
         raise ValueError(f"{mean} is {first.shape}, {covariance} is {second.shape}")
-    return Gaussian(mean=torch.from_numpy(first).double(), covariance=torch.from_numpy(second).double(), count=count)
+    return Gaussian(mean=torch.from_numpy(first).double(), covariance=torch.from_numpy(second).double())
 
 
 def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:

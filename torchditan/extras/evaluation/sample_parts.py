@@ -2,8 +2,7 @@
 """Pictures of a drawing in 8 bits, whose finished parts are kept in files, so that an interrupted evaluation continues.
 
 Notable:
-- a part holds consecutive samples, `00000250-00000499.npz`. It appears when it is whole, and its checksum is verified
-  when it is read; a damaged one is removed, and its samples are drawn again;
+- a part holds consecutive samples, `00000250-00000499.npz`, and appears when it is whole;
 - the folder is named after the digest of the drawing, so different samples never mix. The batch size is not part of it:
   it changes only the last digits of the model's output, and the evaluation may continue with another one;
 - ranks read each other's parts: the folder must be on a file system that all of them see.
@@ -11,21 +10,16 @@ Notable:
 
 from __future__ import annotations
 
-import io
 import re
 import sys
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchditan.distributed.process_group import from_rank_0, rank_and_world_size
@@ -40,8 +34,6 @@ from torchditan.sampling.sampler import Sampler, ToPixels
 _PART = re.compile(r"(\d{8})-(\d{8})\.npz")
 _PARTIAL = re.compile(rf"\.{_PART.pattern}\..+\.partial")
 """Temporary files of `atomic_writer`."""
-_DAMAGE = (ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-"""What zipfile and numpy raise for a wrong byte, depending on its place."""
 
 
 class SampleParts:
@@ -62,34 +54,17 @@ class SampleParts:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        found: Any = None
-        if rank_and_world_size()[0] == 0:
-            try:
-                with _one_line_for_the_disk(self.folder):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                self._delete(_PARTIAL)  # of a killed process
-                found = self._ranges()
-            except ConfigError as error:
-                found = error
-        found = from_rank_0(found)
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+        with _one_line_for_the_disk(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        is_first = rank_and_world_size()[0] == 0
+        if is_first:
+            self._delete(_PARTIAL)  # of a killed process
+        return from_rank_0(self._ranges() if is_first else [])
 
-    def read(self, numbers: range) -> Tensor | None:
-        """Images (n, C, H, W) uint8 of a part; None if it is damaged, and then it is removed."""
-        path = self._path(numbers)
-        data = io.BytesIO(path.read_bytes())
-        with suppress(*_DAMAGE), zipfile.ZipFile(data) as archive:
-            if archive.testzip() is None:  # before numpy trusts the shapes
-                data.seek(0)
-                with np.load(data, allow_pickle=False) as stored:
-                    images = torch.from_numpy(stored["images"])
-                if len(images) == len(numbers):
-                    return images
-        path.unlink()
-        print(f"{path} is damaged; its samples are drawn again", file=sys.stderr, flush=True)
-        return None
+    def read(self, numbers: range) -> Tensor:
+        """Images (n, C, H, W) uint8 of a part."""
+        with np.load(self._path(numbers), allow_pickle=False) as stored:
+            return torch.from_numpy(stored["images"])
 
     def write(self, numbers: Sequence[int], images: Tensor) -> None:
         """Keep samples (n, C, H, W) uint8 with increasing numbers, one part for each run of consecutive ones.
@@ -109,15 +84,12 @@ class SampleParts:
         Only one rank calls it, when all have finished drawing.
 
         Raises:
-            ConfigError: a sample is missing or damaged, or the file cannot be written.
+            ConfigError: the file cannot be written.
         """
         ranges = self._ranges()
-        num_finished = sum(map(len, ranges))
-        if num_finished < self.num_samples:
-            found = f"{num_finished:,} of {self.num_samples:,} samples"
-            raise ConfigError(f"{self.folder}: holds {found}; run the same evaluation again to draw the others")
-        height, width = self._whole(ranges[0]).shape[2:]
-        batches = (self._whole(numbers).expand(-1, 3, -1, -1) for numbers in ranges)
+        assert sum(map(len, ranges)) == self.num_samples, (ranges, self.num_samples)
+        height, width = self.read(ranges[0]).shape[2:]
+        batches = (self.read(numbers).expand(-1, 3, -1, -1) for numbers in ranges)
         with _one_line_for_the_disk(path):
             write_images(path, batches, shape=(self.num_samples, height, width))
 
@@ -131,12 +103,6 @@ class SampleParts:
             self._delete(_PARTIAL)
             self.folder.rmdir()
             self.folder.parent.rmdir()
-
-    def _whole(self, numbers: range) -> Tensor:
-        found = self.read(numbers)
-        if found is None:
-            raise ConfigError(f"{self._path(numbers)}: was damaged; run the same evaluation again to draw its samples")
-        return found
 
     def _delete(self, pattern: re.Pattern[str]) -> None:
         for path in list(self.folder.iterdir()):
@@ -199,17 +165,12 @@ def draw_pictures(
         labels = None if drawing.labels is None else drawing.labels[chosen]
         return Pictures(images, labels, chosen, "generated", drawing.prompts_of(numbers))
 
-    finished: set[range] = set()
-    if parts is not None and (stored := parts.open()):
+    finished: list[range] = []
+    if parts is not None:
+        finished = parts.open()
         rank, world_size = rank_and_world_size()
-        damaged: list[range] = []
-        for numbers in stored[rank::world_size]:
-            kept = parts.read(numbers)
-            if kept is None:
-                damaged.append(numbers)
-            else:
-                yield pictures(numbers, kept)
-        finished = set(stored) - set(_of_all_ranks(damaged, world_size))
+        for kept in finished[rank::world_size]:
+            yield pictures(kept, parts.read(kept))
     num_bad = 0
     for drawn, samples in sampler.draw(model, drawing, batch_size=batch_size, finished=finished, say=say):
         pixels = to_pixels(samples).cpu()
@@ -221,11 +182,3 @@ def draw_pictures(
     if num_bad:
         warning = f"warning: {num_bad} samples have values that are not finite; NaN counts as black"
         (say or partial(print, file=sys.stderr))(warning)
-
-
-def _of_all_ranks(values: list[range], world_size: int) -> list[range]:
-    if world_size == 1:
-        return values
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, values)
-    return [value for part in gathered for value in part]

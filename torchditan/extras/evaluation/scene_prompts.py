@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class ScenePrompts(MetricOfAllPictures):
     """Shares of pictures that have the count, colours, shapes, sizes and relation of their prompts, and all of them."""
 
     needs_dataset = "scenes"
+    verdicts: ClassVar[Mapping[str, bool]] = {"prompts seen: all": True, "prompts held-out: all": True}
 
     @staticmethod
     def draw_prompts(count: int) -> list[str]:

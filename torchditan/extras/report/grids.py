@@ -40,12 +40,12 @@ from torchditan.extras.ablation.grid import (
 )
 from torchditan.extras.ablation.ledger import (
     CSV_NAME,
-    QUALITY,
     Row,
     column_type,
     columns,
     measure,
     provenance_of,
+    quality,
     read_ledger,
     to_text,
 )
@@ -231,7 +231,7 @@ def _row(run: Path, content: dict[str, Any]) -> Row:
 
 def _table_of(rows: list[Row], axes: list[str]) -> pd.DataFrame:
     """The runs of one folder: axes and words as text, measurements as finite numbers."""
-    names = columns(axes, measured=QUALITY)
+    names = columns(axes, measured=quality())
     table = pd.DataFrame({name: [row.get(name) for row in rows] for name in names}, dtype=object)
     for name in names:
         if name in axes or name in STANDARD_AXES or column_type(name) is str:
@@ -240,7 +240,7 @@ def _table_of(rows: list[Row], axes: list[str]) -> pd.DataFrame:
             numbers = table[name].astype(float).replace([np.inf, -np.inf], np.nan)
             table[name] = numbers.where(numbers > 0) if name in _POSITIVE else numbers
     for axis in names[names.index("reason") + 1 : names.index("num_devices")]:
-        table[axis] = table[axis].replace({"True": "true", "False": "false"}).str.replace(r"\.0$", "", regex=True)
+        table[axis] = table[axis].str.replace(r"\.0$", "", regex=True)
     return table
 
 

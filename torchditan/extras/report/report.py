@@ -53,7 +53,7 @@ def write_report(
             first of several runs, analysis/ or compare/ in the first grid, or compare/ next to the first run.
 
     Raises:
-        ConfigError: a folder cannot be read, there are too many runs, or `out` cannot be written.
+        ConfigError: a folder cannot be read, there is a single run to compare, or `out` cannot be written.
     """
     first = folders[0]
     if compare:
@@ -61,11 +61,11 @@ def write_report(
         if len(runs) < 2:
             right = "is a single run; must be two or more run directories"
             raise option_error("--compare", " ".join(map(str, runs)), right)
-        data = Data(read_runs(runs, labels, option="--compare"))
+        data = Data(read_runs(runs, labels))
         place = first if (first / "grid.json").exists() else first.absolute().parent
         path = (out or place / "compare") / "compare.html"
     elif is_run(first):
-        data = Data(read_runs(folders, labels, option="run"))
+        data = Data(read_runs(folders, labels))
         path = out or (first if len(folders) == 1 else first.absolute().parent)
         path = path if path.suffix.lower() in (".html", ".htm") and not path.is_dir() else path / PAGE_NAME
     else:

@@ -33,7 +33,6 @@ _NAMES_AND_PLACES = ("job", "profiling", "comm", "cache", "metrics")
 _PLACES = ("dataset.root_dir", "autoencoder.path", "checkpoint.folder")
 _EVENTS = ("metrics.enable_sampling", "metrics.sample_freq")  # drawing samples takes time
 _KINDS = ("training", "a path; contents may be equal", "sampling", "execution")
-_MOST_RUNS = 32  # the colours and dashes of the plots distinguish no more
 _STATES = {"oom": "out of memory", "running": "running, or killed", "error": "failed"}
 
 
@@ -175,16 +174,13 @@ def metrics_of(folder: Path) -> pd.DataFrame:
     return frame.sort_index().replace([np.inf, -np.inf], np.nan)
 
 
-def read_runs(folders: Sequence[Path], labels: Sequence[str] | None, *, option: str) -> list[Run]:
-    """Read run directories and name them. `option` is what the user named them with, for messages.
+def read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Run]:
+    """Read run directories and name them.
 
     Raises:
-        ConfigError: too many runs, a folder that is not a run, or another number of labels.
+        ConfigError: a folder is not a run, or the number of labels is another.
     """
     unique = list({folder.resolve(): folder for folder in folders}.values())
-    if len(unique) > _MOST_RUNS:
-        right = f"are too many runs for one page; name at most {_MOST_RUNS}, or the folder that holds them"
-        raise option_error(option, str(len(unique)), right)
     names = distinct_names(unique) if labels is None else list(labels)
     if len(names) != len(unique):
         raise option_error("--labels", " ".join(names), f"must be {len(unique)} names, one for each run")

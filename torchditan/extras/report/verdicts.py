@@ -30,7 +30,7 @@ from scipy.stats import ttest_1samp
 
 from torchditan.errors import option_error
 from torchditan.extras.ablation.grid import BATCH_SIZE, SEED
-from torchditan.extras.ablation.ledger import QUALITY
+from torchditan.extras.ablation.ledger import quality
 from torchditan.extras.evaluation.card_tables import columns, rounded, significant
 from torchditan.extras.report.effects import MEMORY, PER_DEVICE, THROUGHPUT, Metric, matched_pairs
 from torchditan.extras.report.grids import Grids
@@ -152,8 +152,8 @@ def judge(grids: Grids, figures: list[str] | None = None) -> pd.DataFrame:
 
 
 def _metrics(grids: Grids, figures: list[str] | None) -> list[Metric]:
-    measured = [name for name in QUALITY if grids.cells[name].notna().any()]
-    known = {name: Metric(name, name.replace("_", " "), QUALITY[name]) for name in measured}
+    declared = {name: higher for name, higher in quality().items() if grids.cells[name].notna().any()}
+    known = {name: Metric(name, name.replace("_", " "), higher) for name, higher in declared.items()}
     if not known and len(grids.seeds) > 1 and (grids.cells["steps"] >= FEWEST_STEPS).any():
         known = {TRAINING_LOSS.column: TRAINING_LOSS}
     for name in figures or ():

@@ -21,7 +21,10 @@ from torchditan.sampling.drawing import sampling_settings
 
 _NOT_STATED = "not stated by whoever shared it"
 _CLASSES_SHOWN = 50
-_EVALUATION = ("weights", "ema_decay", "ema_width", "seeds", "class_balance", "rounding", "batch_size", "precision")
+_EVALUATION = (
+    *("weights", "ema_decay", "ema_width", "seeds", "options.class_balance", "options.rounding", "options.batch_size"),
+    "precision",
+)
 """Settings of a card, besides its sampling options, that the card of a model states."""
 
 
@@ -180,7 +183,8 @@ def _training(weights: Weights, public: Mapping[str, Any]) -> str:
 def _figures(card: Card, public: Mapping[str, Any]) -> str:
     against = {"train": "training images", "held_out": "held-out images", "file": "a file of reference images"}
     how = "" if card.reference is None else f", against {against[card.reference.source]}"
-    settings = {name: value for name, value in settings_of(card).items() if name in _EVALUATION}
+    known = settings_of(card)
+    settings = {name.removeprefix("options."): known[name] for name in _EVALUATION if name in known}
     settings |= {
         f"sampling.{name}": value if value == public[name] else "not public" for name, value in card.sampling.items()
     }
