@@ -90,7 +90,9 @@ def errors(*outcomes: Outcome) -> str:
     return "\n".join(found)
 
 
-def test_a_pushed_model_is_opened_with_an_empty_cache(zoo: Zoo, hub: FakeHub, commands: Commands, tmp_path: Path) -> None:
+def test_a_pushed_model_is_opened_with_an_empty_cache(
+    zoo: Zoo, hub: FakeHub, commands: Commands, tmp_path: Path
+) -> None:
     push = ["share", zoo("digits"), "digits", "--push", "me/digits", "--license=cc0-1.0"]
     (done,) = commands(push, token=TOKEN)
     assert done.code == 0 and "torchditan generate hub:me/digits" in done.out, done.err
