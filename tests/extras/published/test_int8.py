@@ -138,8 +138,8 @@ def test_int8_trains_as_bfloat16_does() -> None:
         model = build_lora(tiny_flux, base=base, state=state).to(torch.bfloat16)  # as FSDP computes
         for _, parameter in lora_parameters(model):
             parameter.data = parameter.data.float()
-        curves[base] = train(model, flux_inputs(dtype=torch.bfloat16), steps=50)
-    assert curves["int8"][-1] < 0.9 * curves["int8"][0]
+        curves[base] = train(model, flux_inputs(dtype=torch.bfloat16), steps=20)
+    assert curves["int8"][-1] < 0.95 * curves["int8"][0]
     for int8, bfloat16 in zip(curves["int8"], curves["bfloat16"], strict=True):
         assert int8 == pytest.approx(bfloat16, rel=0.02)
 

@@ -83,12 +83,12 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     project, elsewhere = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("elsewhere")
     photos = on_photos(write_photos(project / "photos"))
     random_pipeline().vae.save_pretrained(project / "autoencoder")
-    online = [*photos, "--autoencoder.online", "--model.patch_size=1", "--autoencoder.shift=0", "--autoencoder.scale=1"]
+    online = ["--autoencoder.online", "--model.patch_size=1", "--autoencoder.shift=0", "--autoencoder.scale=1"]
+    decoded = [*online, "--autoencoder.name=diffusers", f"--autoencoder.path={project / 'autoencoder'}"]
     jobs = {
         "pixels": photos,
         "unconditional": [*photos, "--dataset.num_classes=0"],
-        "haar": [*online, "--autoencoder.name=haar", "--autoencoder.downsampling=2"],
-        "diffusers": [*online, "--autoencoder.name=diffusers", f"--autoencoder.path={project / 'autoencoder'}"],
+        "diffusers": [*photos, *decoded],
     }
     runs = {name: Path(shutil.move(train(project, name, *flags), elsewhere / name)) for name, flags in jobs.items()}
     shutil.move(project / "autoencoder", elsewhere / "autoencoder")
@@ -120,17 +120,16 @@ def labels(path: Path) -> list[str]:
         return json.loads(picture.text[LAYOUT_KEY])["labels"]  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("name", ["pixels", "haar"])
 def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
-    name: str, moved: dict[str, Path], tmp_path: Path, run_script: RunScript
+    moved: dict[str, Path], tmp_path: Path, run_script: RunScript
 ) -> None:
-    script = run_script("torchditan", "generate", moved[name], "--classes=dog,yak", "--seed=5", "--out=grid.png")
+    script = run_script("torchditan", "generate", moved["pixels"], "--classes=dog,yak", "--seed=5", "--out=grid.png")
     assert script.code == 0
     note, *others = script.err.splitlines()
     assert others == [] and "no real images" in note and "dataset.root_dir" in note
     assert "next to real" not in script.out
 
-    images = load(moved[name]).sample(classes=["dog", 3], samples_per_class=2, seed=5)
+    images = load(moved["pixels"]).sample(classes=["dog", 3], samples_per_class=2, seed=5)
     assert labels(tmp_path / "grid.png") == ["dog", "yak"]
     assert images.shape == (4, 3, 8, 8) and images.dtype == torch.uint8
     assert images.float().std() > 10
@@ -214,25 +213,18 @@ def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path])
         ({"classes": [0, -1]}, "classes = [0, -1]", ["0 to 3"]),
         ({"classes": ["owl", "dig"]}, 'classes = "dig"', ["no class dig", "dog?"]),
         ({"classes": "flower"}, 'classes = "flower"', ["names", "cat, dog, owl, yak", "0 to 3"]),
-        ({"classes": 1.5}, "classes = 1.5", ["integers"]),
         ({"classes": []}, "classes = []", ["0 to 3"]),
         ({"classes": torch.tensor(1.5)}, 'classes = "tensor(1.5000)"', ["integers", "0 to 3"]),
-        ({"classes": np.array(1.5)}, 'classes = "1.5"', ["integers", "0 to 3"]),
         ({"classes": [1, 2.0]}, "classes = [1, 2.0]", ["integers"]),
         ({"classes": [1, 1]}, "classes = [1, 1]", ["once", "samples_per_class"]),
         ({"prompts": "a dog"}, 'prompts = "a dog"', ["classes"]),
         ({"num_samples": 4}, "num_samples = 4", ["samples_per_class"]),
         ({"samples_per_class": 0}, "samples_per_class = 0", ["1"]),
-        ({"samples_per_class": 2.0}, "samples_per_class = 2.0", ["integer", "1"]),
-        ({"batch_size": 0}, "batch_size = 0", ["1"]),
         ({"batch_size": "8"}, 'batch_size = "8"', ["integer"]),
         ({"seed": 1.5}, "seed = 1.5", ["integer"]),
-        ({"seed": None}, "seed = none", ["integer"]),
         ({"num_step": 4}, "num_step", ["num_steps?"]),
-        ({"clases": 4}, "clases", ["classes?"]),
         ({"at_start": True}, "at_start", ["guidance_scale", "num_steps", "sampler"]),
         ({"num_steps": 0}, "sampling.num_steps = 0", ["1"]),
-        ({"sampler": "hean"}, 'sampling.sampler = "hean"', ["euler", "heun?"]),
         ({"sampler": "ddim"}, 'sampling.sampler = "ddim"', ["euler, heun, dpmpp_2m"]),
     ],
 )
@@ -250,13 +242,10 @@ def test_an_argument_of_sample_that_cannot_be_is_one_line(
         ({"weights": "EMA"}, '--weights = "EMA"', ["ema", "raw"]),
         ({"device": "gpu"}, 'device = "gpu"', ["cpu", "cuda"]),
         ({"device": "mps"}, 'device = "mps"', ["cpu", "cuda"]),
-        ({"device": "xpu"}, 'device = "xpu"', ["cpu", "cuda"]),
         ({"device": "meta"}, 'device = "meta"', ["cpu", "cuda"]),
-        ({"device": 1.5}, 'device = "1.5"', ["cpu", "cuda"]),
         ({"device": "cuda:99"}, 'device = "cuda:99"', ["CUDA devices"]),
         ({"options": {"guidance_scale": 2}}, "guidance_scale", ["sampling.guidance_scale?"]),
         ({"options": {"training.steps": 2}}, "training.steps", ["sampling", "autoencoder", "model.path"]),
-        ({"options": {"sampling.num_steps": 0}}, "sampling.num_steps = 0", ["1"]),
         ({"options": {"autoencoder.path": "gone"}}, 'autoencoder.path = "gone"', ["pixels"]),
     ],
 )
