@@ -26,8 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchditan.checkpoint.weights import Weights
+from torchditan.config.loader import from_dict
+from torchditan.config.options import Config
 from torchditan.errors import ConfigError, option_error
-from torchditan.extras.published.lora_file import AdapterWeights, read_adapter
+from torchditan.extras.published.lora_file import AdapterWeights, is_lora, read_adapter, stated_model
 from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
 
 DEFAULT = "default"
@@ -255,48 +258,56 @@ def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = 
             fill(parameter, matrices[layer])
 
 
-def start_from(
-    model: nn.Module,
-    source: Path | Mapping[str, Tensor],
-    *,
-    rank: int,
-    scale: float,
-    target_modules: Sequence[str],
-    alpha: float | None = None,
-    shown: str,
-) -> tuple[int, int]:
+def start_from(model: Any, weights: Weights, config: Config) -> list[str]:
     """Fill the trained adapter of a new run, sharded or not, so that it computes what another LoRA computes.
 
-    Layers that the other LoRA lacks keep their zeros in B. No communication.
+    Layers that the other LoRA lacks keep their zeros in B. No communication. The base is the published model in both,
+    so that time and prediction are known.
 
     Args:
-        model: its trained adapter has initial values.
-        source, alpha, shown: see `read_adapter`.
-        rank, scale, target_modules: of the trained adapter. `scale` is its alpha / rank.
+        model: a `PublishedModel` whose trained adapter has initial values.
+        weights: the other LoRA, of a run or a file.
+        config: of this run.
 
     Returns:
-        How many layers of the adapter the source has, and how many there are.
+        What to say about layers without weights.
 
     Raises:
         ConfigError: the source is not a LoRA, is for another model, or has another rank or layers without an adapter.
     """
-    weights = _read_for(model, source, shown=shown, alpha=alpha, scale=scale)
-    trained = {name.partition(".lora_")[0] for name, _ in lora_parameters(model)}
+    shown, lora = str(weights.path), config.lora
+    if not is_lora(weights.shapes):
+        right = "give them as --model.path (torchditan export RUN FOLDER --format diffusers)"
+        raise ConfigError(f"{shown} has all weights of a model, and this run trains a LoRA; {right}")
+    source: Path | dict[str, Tensor] = weights.path
+    if weights.config is None:
+        alpha, there = None, stated_model(weights.path)
+    else:
+        source, options = weights.tensors(), from_dict(weights.config)
+        alpha, there = options.lora.alpha, options.model.name
+    if there not in (None, config.model.name):
+        here = config.model.name
+        raise ConfigError(f"{shown} is a LoRA for another model: model.name was {there}, and is {here} here")
+    rank, scale = lora.rank, 1 if lora.alpha is None else lora.alpha / lora.rank
+    found = _read_for(model.transformer, source, shown=shown, alpha=alpha, scale=scale)
+    trained = {name.partition(".lora_")[0] for name, _ in lora_parameters(model.transformer)}
     # A file in kohya's names has zeros for those parts of a fused layer that were not trained.
-    if further := [name for name, up in weights.up.items() if name not in trained and up.any()]:
+    if further := [name for name, up in found.up.items() if name not in trained and up.any()]:
         ends = sorted({re.split(r"blocks\.\d+\.", name)[-1] for name in further})
-        right = f"does not train; add them with --lora.target_modules {shlex.join([*target_modules, *ends])}"
+        targets = shlex.join([*(lora.target_modules or model.lora_targets), *ends])
+        right = f"does not train; add them with --lora.target_modules {targets}"
         raise ConfigError(f"{shown} has {len(further)} layers, such as {further[0]}, that this run {right}")
     down, up = {}, {}
-    for name in trained & weights.up.keys():
-        down[name], up[name] = _without_zeros(weights.down[name], weights.up[name], rank)
+    for name in trained & found.up.keys():
+        down[name], up[name] = _without_zeros(found.down[name], found.up[name], rank)
     ranks = sorted({matrix.shape[0] for matrix in down.values()})
     if len(ranks) > 1:
         raise ConfigError(f"{shown} has ranks from {ranks[0]} to {ranks[-1]}; must be lora.rank in all layers")
     if ranks not in ([], [rank]):
         raise ConfigError(f"{shown} has rank {ranks[0]}, and lora.rank is {rank} here; set --lora.rank {ranks[0]}")
-    fill_adapter(model, AdapterWeights(down, up), DEFAULT)
-    return len(down), len(trained)
+    fill_adapter(model.transformer, AdapterWeights(down, up), DEFAULT)
+    missing = len(trained) - len(down)
+    return [f"{missing} of {len(trained)} layers are not in it and start at zero"] if missing else []
 
 
 def _without_zeros(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
