@@ -44,15 +44,6 @@ def encoded(name: str, pipeline: Any, captions: list[str], *, length: int = 8) -
     return found
 
 
-def test_wan():
-    pipeline = pipeline_of("wan", *TEXTS[:2])
-    pipeline._get_t5_prompt_embeds = lambda prompt, max_sequence_length, **_: tokens_of(
-        prompt, max_sequence_length, 32
-    )[0]
-    found = encoded("wan", pipeline, CAPTIONS)
-    assert torch.equal(found["prompt_embeds"], tokens_of(CAPTIONS, 8, 32)[0])
-
-
 def test_mochi_empties_empty_captions_only():
     pipeline = pipeline_of("mochi", *TEXTS[:2], force_zeros_for_empty_prompt=True)
 
