@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +28,6 @@ from torchditan.extras.published.families import family
 from torchditan.extras.published.lora import add_lora, find_target_modules, load_assistant, lora_parameters
 from torchditan.extras.published.lora_layers import original_layer
 from torchditan.extras.weights.lora_export import export_lora, ignored_by_sd_scripts
-
-if TYPE_CHECKING:
-    pass
 
 FAMILIES = {"flux": (tiny_flux, flux_inputs), "sd3": (tiny_sd3, sd3_inputs)}
 ALL_LINEARS = [r".*"]
