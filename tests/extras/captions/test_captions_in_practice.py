@@ -158,7 +158,7 @@ def test_the_line_is_the_same_with_a_full_cache(tmp_path: Path, capsys: pytest.C
         lines.append([line for line in found.out.splitlines() if line.startswith("text encoder")])
     assert lines[0] == lines[1] and len(lines[0]) == 2, lines
     assert "1 of 2 captions cut" in lines[0][0] and "1 of 2 prompts cut" in lines[0][1]  # with the empty one
-    encode_prompts(config, ["a very long prompt"], rank=ALONE)
+    encode_prompts(config, ["a very long prompt"])
     found = capsys.readouterr()
     assert "text encoder" not in found.out and "1 of 2 prompts cut" in found.err
 

@@ -173,21 +173,6 @@ def test_we_read_both_formats_back(family: str, targets: list[str], tmp_path: Pa
         assert torch.allclose(predict(again, inputs()), predict(model, inputs()), atol=2e-5), format
 
 
-def test_the_embedder_of_sd3_has_the_name_of_sd_scripts(tmp_path: Path) -> None:
-    model = trained(tiny_sd3, rank=3, alpha=5, targets=["pos_embed.proj", "to_q"])
-    path = tmp_path / "lora.safetensors"
-    export_lora(dict(model.named_parameters()), model_name="sd3", rank=3, alpha=5, path=path, format="kohya")
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(path).items() if "embed" in name}
-    assert shapes == {
-        "lora_unet_x_embedder_proj.lora_down.weight": (3, 4, 2, 2),
-        "lora_unet_x_embedder_proj.lora_up.weight": (32, 3, 1, 1),
-        "lora_unet_x_embedder_proj.alpha": (),
-    }
-    again = seeded(tiny_sd3).eval()
-    load_assistant(again, path)
-    assert torch.allclose(predict(again, sd3_inputs()), predict(model, sd3_inputs()), atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "flavor", "count"),
     [

@@ -45,7 +45,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, target_modules: Seque
             uninitialised until `init_lora`.
         rank, alpha: as in the formula at the top of this file.
         target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
-            names. Each must match a layer. A convolution matches only by the end of its name (`pos_embed.proj`).
+            names. Each must match a layer.
 
     Returns:
         Names of the adapted layers.
@@ -61,32 +61,30 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, target_modules: Seque
 
 
 def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Linear layers that any pattern matches, and convolutions matched by the end of their name, in model order.
+    """Linear layers that any pattern matches, in model order.
 
     Raises:
         ConfigError: a pattern matches no layer, or is not a valid regular expression.
     """
-    names, all_names = _layers_of(model, nn.Linear), _layers_of(model, nn.Linear, nn.Conv2d)
+    names = _linear_layers(model)
     found: set[str] = set()
     for pattern in patterns:
         try:
             whole = re.compile(pattern)
         except re.error as error:
             raise option_error("lora.target_modules", pattern, f"is not a valid regular expression: {error}") from None
-        ending = {name for name in all_names if f".{name}".endswith(f".{pattern}")}
-        linear = {name for name in names if name in ending or whole.fullmatch(name)}
-        matching = linear or ending  # convolutions only if no linear layer matches: older patterns keep their meaning
+        matching = {name for name in names if f".{name}".endswith(f".{pattern}") or whole.fullmatch(name)}
         if not matching:
             ends = ", ".join(sorted({_last_part(name) for name in names}))
             raise option_error("lora.target_modules", pattern, f"matches no linear layer; their names end in {ends}")
         found |= matching
     if not found:
         raise option_error("lora.target_modules", list(patterns), "must name at least one layer")
-    return [name for name in all_names if name in found]
+    return [name for name in names if name in found]
 
 
-def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """Names of the layers of these kinds in the model without adapters. Adapted layers are included."""
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Names of the linear layers in the model without adapters. Adapted layers are included."""
     from peft.tuners.lora import LoraLayer
 
     names, wrapped = [], None
@@ -95,7 +93,7 @@ def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             continue
         if isinstance(module, LoraLayer):
             wrapped = f"{name}."
-        if isinstance(getattr(module, "base_layer", module), kinds):
+        if isinstance(getattr(module, "base_layer", module), nn.Linear):
             names.append(name)
     return names
 
@@ -147,7 +145,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
         if ".lora_B." in name:
             fill(parameter, torch.zeros(parameter.shape))
         else:
-            bound = 1 / math.sqrt(math.prod(parameter.shape[1:]))
+            bound = 1 / math.sqrt(parameter.shape[1])
             draw = weight_generator(seed, name).random(tuple(parameter.shape), dtype="float32")
             fill(parameter, torch.from_numpy(draw).mul_(2 * bound).sub_(bound))
 
@@ -237,13 +235,12 @@ def _inside_wrapper(model: nn.Module, name: str) -> str:
 
 def _read_for(model: nn.Module, source: Path | Mapping[str, Tensor], *, shown: str, **options: Any) -> AdapterWeights:
     """`read_adapter` for a model that has or gets adapters, with matrices of the sizes of its layers."""
-    weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), shown=shown, **options)
+    weights = read_adapter(source, _linear_layers(model), shown=shown, **options)
     for name, down in weights.down.items():
         layer: Any = model.get_submodule(name)
-        out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
+        out_size, in_size = getattr(layer, "base_layer", layer).weight.shape
         up = weights.up[name]
-        fits_down = down.shape[1:] == (in_size, *kernel)
-        if not (fits_down and up.shape == (out_size, down.shape[0], *(1 for _ in kernel))):
+        if down.shape[1:] != (in_size,) or up.shape != (out_size, down.shape[0]):
             right = f"is a LoRA for another model: {name} maps {in_size} to {out_size} here"
             raise ConfigError(f"{shown} {right}, {down.shape[-1]} to {up.shape[0]} there")
     return weights
@@ -314,6 +311,6 @@ def _without_zeros(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]
     """The same product of lower rank: without columns of zeros in B, as a fused layer in kohya's names has them."""
     if down.shape[0] <= rank:
         return down, up
-    is_used = up.transpose(0, 1).flatten(1).any(dim=1)
+    is_used = up.any(dim=0)
     kept = torch.argsort((~is_used).int(), stable=True)[: max(rank, int(is_used.sum()))]
     return down[kept], up[:, kept]
