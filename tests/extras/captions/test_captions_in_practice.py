@@ -26,7 +26,6 @@ from refusals import assert_refused, refused
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config
 from torchditan.config.rules import missing_for_effect
-from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset
 from torchditan.distributed.process_group import Rank
 from torchditan.extras.captions.dataset import CachedCaptions, encode_prompts, open_captions
@@ -97,23 +96,6 @@ def test_other_captions_or_weights_are_other_data(tmp_path: Path) -> None:
     assert both == fingerprint(text=["a", "b"], weights=[2, 2])
     assert len({both, fingerprint(text=["a", "b"], weights=[2, 1]), fingerprint(text=["a"])}) == 3
     assert fingerprint(text=["a"]) == fingerprint(text="a")
-
-
-def test_pixels_of_few_images_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A photo of 12 megapixels takes 40 ms, 16 of them more than a step of a small model."""
-    data = write(tmp_path / "data", {"a.png": {"text": "a"}, "b.png": {"text": "b"}})
-    dataset = opened(load_config(flags_for(data)))
-    first = [dataset[index]["sample"] for index in range(2)]
-    (data / "b.png").unlink()
-    assert torch.equal(dataset[1]["sample"], first[1]) and not torch.equal(*first)
-
-    monkeypatch.setattr("torchditan.extras.captions.dataset._KEPT_BYTES", 2 * first[0].nbytes - 1)
-    write(data, {"a.png": {"text": "a"}, "b.png": {"text": "b"}})
-    large = opened(load_config(flags_for(data)))
-    assert torch.equal(large[1]["sample"], first[1])
-    (data / "b.png").unlink()
-    with pytest.raises(CorruptImageError, match=r"b\.png"):
-        large[1]
 
 
 def test_the_captions_of_a_grid_are_spread_over_the_images(tmp_path: Path) -> None:

@@ -164,18 +164,13 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text('{"model_type": "no_such_model"}')
-    single, path = "--text_encoder.name=transformers", "--text_encoder.path="
+    path = "--text_encoder.path="
     with refused("text_encoder.path = none: must be given"):
-        find(single)
-    for name in ("empty", "other/config.json"):
-        with refused(f'text_encoder.path = "{tmp_path / name}": is neither', "pipeline", "transformers"):
-            find(f"{path}{tmp_path / name}")
-    with refused(f'text_encoder.path = "{tmp_path / "absent"}": does not exist'):
-        find(f"{path}{tmp_path / 'absent'}")
-    with refused("text_encoder.path", "wordllama is a package"):
-        find("--text_encoder.name=wordllama", f"{path}{tmp_path}")
+        find("--text_encoder.name=transformers")
+    with refused(f'text_encoder.path = "{tmp_path / "empty"}": is neither', "pipeline", "transformers"):
+        find(f"{path}{tmp_path / 'empty'}")
     with refused('text_encoder.name = "transformers": flux reads the embeddings of its own pipeline'):
-        find(single, "--model.name=flux", "--model.flavor=debugmodel")
+        find("--text_encoder.name=transformers", "--model.name=flux", "--model.flavor=debugmodel")
     with refused("text_encoder.path", "cannot be opened"):
         encode(["a"], f"{path}{tmp_path / 'other'}", memory=tmp_path)
     tiny_pipelines.clip(16, projects=False).save_pretrained(tmp_path / "clip")

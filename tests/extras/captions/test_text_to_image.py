@@ -17,7 +17,6 @@ pytest.importorskip("transformers")
 
 import tiny_pipelines
 
-from torchditan.extras.published.families import family
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.run.reading import read_config, read_metrics
 
@@ -233,21 +232,3 @@ def test_a_mistake_is_one_line(
     assert message in outcome.err
     assert len(outcome.err.strip().split("\n")) == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    from torchditan.config.options import Config, TextEncoder
-    from torchditan.extras.captions.encode import find_text_encoder
-
-    fetched = []
-
-    def snapshot_download(name: str, *, allow_patterns: list[str], ignore_patterns: str) -> str:
-        fetched.append((name, allow_patterns))
-        return str(flux)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    found = find_text_encoder(Config(text_encoder=TextEncoder(path="some/flux")), memory=tmp_path)
-    assert found.cls is family("flux")
-    assert {name for name, _ in fetched} == {"some/flux"} and "text_encoder*/*" in fetched[-1][1]

@@ -69,43 +69,19 @@ def test_one_file_in_the_names_of_diffusers(name, prefix, tmp_path):
 def in_names_of_stability(tensors: dict[str, torch.Tensor], *, num_layers: int) -> dict[str, torch.Tensor]:
     """SD3's weights as their publisher has them: q, k and v in one, shift before scale."""
     found = {"pos_embed": tensors["pos_embed.pos_embed"]}
-    ends = {
-        "pos_embed.proj": "x_embedder.proj",
-        "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
-        "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
-        "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
-        "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
-        "context_embedder": "context_embedder",
-        "proj_out": "final_layer.linear",
-        "norm_out.linear": "final_layer.adaLN_modulation.1",
-    }
-    in_block = {
-        "attn.to_out.0": "x_block.attn.proj",
-        "attn.to_add_out": "context_block.attn.proj",
-        "norm1.linear": "x_block.adaLN_modulation.1",
-        "norm1_context.linear": "context_block.adaLN_modulation.1",
-        "ff.net.0.proj": "x_block.mlp.fc1",
-        "ff.net.2": "x_block.mlp.fc2",
-        "ff_context.net.0.proj": "context_block.mlp.fc1",
-        "ff_context.net.2": "context_block.mlp.fc2",
-    }
-    for kind in ("weight", "bias"):
-        for ours, theirs in ends.items():
-            found[f"{theirs}.{kind}"] = tensors[f"{ours}.{kind}"]
-        for i in range(num_layers):
-            block = f"transformer_blocks.{i}"
-            for ours, theirs in in_block.items():
-                if f"{block}.{ours}.{kind}" in tensors:
-                    found[f"joint_blocks.{i}.{theirs}.{kind}"] = tensors[f"{block}.{ours}.{kind}"]
-            for part, names in (
-                ("x", ("to_q", "to_k", "to_v")),
-                ("context", ("add_q_proj", "add_k_proj", "add_v_proj")),
-            ):
-                fused = torch.cat([tensors[f"{block}.attn.{name}.{kind}"] for name in names])
-                found[f"joint_blocks.{i}.{part}_block.attn.qkv.{kind}"] = fused
-        last = f"joint_blocks.{num_layers - 1}.context_block.adaLN_modulation.1"
-        for name in (f"{last}.{kind}", f"final_layer.adaLN_modulation.1.{kind}"):
-            found[name] = torch.cat(found[name].chunk(2)[::-1])
+    layers = {"x_embedder.proj": ("pos_embed.proj",), **family("sd3").original_layers}
+    for template, templates in layers.items():
+        for block in map(str, range(num_layers if "*" in template else 1)):
+            name, parts = template.replace("*", block), [part.replace("*", block) for part in templates]
+            for kind in ("weight", "bias"):
+                values = [tensors[f"{part}.{kind}"] for part in parts if f"{part}.{kind}" in tensors]
+                if values:
+                    found[f"{name}.{kind}"] = torch.cat(values)
+    last = f"joint_blocks.{num_layers - 1}.context_block.adaLN_modulation.1"
+    for name in (
+        f"{layer}.{kind}" for layer in (last, "final_layer.adaLN_modulation.1") for kind in ("weight", "bias")
+    ):
+        found[name] = torch.cat(found[name].chunk(2)[::-1])
     return {f"model.diffusion_model.{name}": value.contiguous() for name, value in found.items()}
 
 

@@ -34,9 +34,6 @@ from torch import Tensor
 from torchditan import load
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.weights import Weights as Converted
-from torchditan.config.loader import load_config, read_toml
-from torchditan.config.options import Config, flatten
-from torchditan.config.trajectory import flatten_tree
 from torchditan.extras.evaluation.card import about_run
 from torchditan.extras.evaluation.card_tables import markdown
 from torchditan.extras.weights.formats.dit import convert_repa
@@ -90,15 +87,8 @@ def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run
     path = save(tmp_path / "SiT.pt", random_weights(SIT))
     outcome = run_script("torchditan", "import", path, "run", "--format=sit", "--num_heads=4")
     assert (outcome.code, outcome.err) == (0, "")
-    lines = outcome.out.splitlines()
-    assert lines[0].startswith(f"run: ema weights of {path}, 0.3M parameters in ")
-    assert lines[1].startswith("- time in [0, 1]")
-    assert lines[3] == "- 10 classes, images of 64 x 64, autoencoder sd-vae"
-    assert [line.split(" ", 3)[:3] for line in lines[-3:]] == [
-        ["generate:", "torchditan", "generate"],
-        ["evaluate:", "torchditan", "evaluate"],
-        ["continue:", "torchditan", "train"],
-    ]
+    assert "- 10 classes, images of 64 x 64, autoencoder sd-vae" in outcome.out.splitlines()
+    assert all(f"{word}: torchditan " in outcome.out for word in ("generate", "evaluate", "continue"))
     content = read_config(tmp_path / "run")
     config, origin = content["config"], content["imported"]
     assert (origin["file"], origin["format"], origin["weights"]) == ("SiT.pt", "sit", "ema")
@@ -251,18 +241,6 @@ def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScri
     assert outcome.code == 0, outcome.err
 
 
-def test_the_configuration_to_continue_states_every_convention(tmp_path: Path, run_script: RunScript) -> None:
-    run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *DIGITS)
-    stated, config = flatten(load_config([f"--job.config_file={run}/continue.toml"])), read_config(run)["config"]
-    for option, value in flatten_tree(config).items():
-        if option.split(".")[0] in ("model", "diffusion", "autoencoder", "sampling"):
-            assert stated[option] == value, option
-    assert stated["checkpoint.initial_load_path"] == str(run)
-    defaults = flatten(Config())
-    written = read_toml(run / "continue.toml")
-    assert all(value != defaults[option] for option, value in written.items() if option.startswith("model."))
-
-
 def test_an_import_does_not_need_the_autoencoder(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(LIGHTNINGDIT))
     flags = ("--autoencoder.name=diffusers", "--autoencoder.downsampling=16")
@@ -402,7 +380,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     ("arguments", "about", "mentions"),
     [
         (["gone.pt", "new", "--format=dit"], "gone.pt", [".pt", ".safetensors"]),
-        ([".", "new", "--format=diffusers"], "config.json", ["No such file"]),
         (["gone.pt", "new", "--format=dot"], "", ["--format", "dit", "lightningdit", "diffusers"]),
         (["a.safetensors", "new", "--num_heads=4"], "--num_heads = 4", ["--format"]),
     ],
@@ -424,13 +401,6 @@ def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: 
     assert not {"ema_decay", "training_seed", "training_versions"} & found.keys()
     text = markdown(replace(card(), imported=found["imported"]))
     assert re.search(r"imported.file +\| weights.pt", text) and re.search(r"imported.format +\| sit", text)
-
-
-def test_new_classes_are_those_of_a_folder(tmp_path: Path, run_script: RunScript) -> None:
-    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
-    outcome = run_script("torchditan", "import", path, "run", "--format=sit", "--num_heads=4", "--num_classes=1000")
-    assert outcome.code == 0, outcome.err
-    assert read_config(tmp_path / "run")["config"]["dataset"]["dataset_name"] == "folder"
 
 
 def test_older_files_of_repa_have_decoder_blocks() -> None:

@@ -236,8 +236,6 @@ def test_an_argument_of_sample_that_cannot_be_is_one_line(
         ({"step": 7}, "--step = 7", ["[1, 2]"]),
         ({"weights": "EMA"}, '--weights = "EMA"', ["ema", "raw"]),
         ({"device": "cuda:99"}, 'device = "cuda:99"', ["CUDA devices"]),
-        ({"options": {"guidance_scale": 2}}, "guidance_scale", ["sampling.guidance_scale?"]),
-        ({"options": {"training.steps": 2}}, "training.steps", ["sampling", "autoencoder", "model.path"]),
         ({"options": {"autoencoder.path": "gone"}}, 'autoencoder.path = "gone"', ["pixels"]),
     ],
 )
