@@ -208,14 +208,6 @@ def test_a_shared_folder_and_its_file_are_evaluated_and_exported(
     assert cards_of_run(folder) == []  # a run of this name that begins later does not count them
 
 
-def test_training_starts_from_a_shared_folder(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
-    flags = tiny_runs.job(tmp_path / "more", "--training.steps=1", f"--checkpoint.initial_load_path={digits}")
-    trained = run_script("train.py", *flags)
-    assert trained.code == 0 and f"weights of {digits}, step 2 (ema)" in trained.out
-    flags = tiny_runs.job(tmp_path / "other", "--model.patch_size=1", f"--checkpoint.initial_load_path={digits}")
-    assert "holds another model" in refused(run_script("train.py", *flags))
-
-
 def test_a_shipped_model_is_opened_by_its_name_unless_a_path_has_it(
     digits: Path, run: Path, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,21 +280,6 @@ def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right
     with pytest.raises(ConfigError, match=right) as caught:
         load(copied)
     assert str(copied) in str(caught.value)
-
-
-def test_a_folder_without_a_model_and_weights_of_another_one_are_refused(copied: Path, tmp_path: Path) -> None:
-    (tmp_path / "card").mkdir()
-    (tmp_path / "card/README.md").write_text("# a card")
-    with pytest.raises(ConfigError, match=r"card is not a run directory: it has no config\.json"):
-        load(tmp_path / "card")
-    with safe_open(copied / "model.safetensors", framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(copied / "model.safetensors")
-    tensors["blocks.0.more"] = torch.zeros(3)
-    save_file(tensors, copied / "model.safetensors", metadata)
-    seal(copied)
-    with pytest.raises(ConfigError, match="holds another model"):
-        load(copied)
 
 
 def test_the_card_has_the_figures_of_the_same_step_weights_and_sampling_options(run: Path, tmp_path: Path) -> None:

@@ -389,7 +389,9 @@ def test_weights_of_another_model_are_refused(trained: Path, exported: Path) -> 
     with refused(f'checkpoint.initial_load_path = "{exported}"', *differing):
         started(trained, exported, **{"model.patch_size": 4})
     where = f"{trained}/checkpoint/step-00000006"
-    with refused(f'checkpoint.initial_load_path = "{trained}"', where, "blocks.0.mlp.fc1.weight is absent there", "21 more"):
+    with refused(
+        f'checkpoint.initial_load_path = "{trained}"', where, "blocks.0.mlp.fc1.weight is absent there", "21 more"
+    ):
         started(trained, trained, **{"model.mlp": "gelu"})
 
 

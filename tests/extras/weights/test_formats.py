@@ -200,11 +200,9 @@ def edit(name: str, tensor: Tensor | None) -> Callable[[Weights], None]:
         ("dit", LIGHTNINGDIT, None, ["try --format lightningdit"]),
         ("dit", REPA, None, ["projectors.0.0.weight", "try --format repa"]),
         ("lightningdit", DIT, None, ["feat_rope.freqs_cos", "try --format dit", "try --format sit"]),
-        ("repa", LIGHTNINGDIT, None, ["try --format lightningdit"]),
         ("dit", DIT, edit("pos_embed", None), ["pos_embed"]),
         ("dit", DIT, edit("pos_embed", torch.randn(1, 16, 64)), ["pos_embed", "sin-cos"]),
         ("dit", DIT, edit("blocks.1.attn.qkv.bias", None), ["blocks.1.attn.qkv.bias"]),
-        ("dit", DIT, edit("x_embedder.proj.weight", torch.ones(64, 4, 0, 0)), ["is not a checkpoint of dit"]),
         ("dit", DIT, edit("final_layer.linear.weight", torch.ones(33, 64)), ["final_layer.linear.weight", "33"]),
         (
             "lightningdit",

@@ -319,12 +319,8 @@ Write = Callable[[Path], object]
         (write_without_ema, "sit", [], ["--weights", "must be raw"]),
         (write_large_table, "sit", [], ["pos_embed", "not the sin-cos table"]),
         (lambda path: path.write_bytes(b"<html>"), "dit", [], ["web page", "download it again"]),
-        (lambda path: save(path, [1, 2]), "dit", [], ["list", "dictionary"]),
-        (lambda path: save(path, {"weight": 1}), "dit", [], ["weight", "int"]),
         (lambda path: save(path, {"weight": torch.ones(2, dtype=torch.int8)}), "dit", [], ["weight", "int8"]),
         (write_expanded, "sit", [], ["blocks.0.mlp.fc1.bias", "fewer values"]),
-        (write_sit, "sit", ["--weights=raw"], ["--weights", "must be ema"]),
-        (write_sit, "sit", ["--prediction=v"], ["--prediction", "leave it out"]),
         (
             write_sit,
             "sit",

@@ -176,21 +176,14 @@ def set_active_adapters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def active_only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context manager in which only these adapters are active; `[]` is the published model."""
+def without_assistant(model: nn.Module) -> Iterator[None]:
+    """Context manager for sampling: the base with the trained adapter, without the assistant."""
     before = active_adapters(model)
-    set_active_adapters(model, names)
+    set_active_adapters(model, [name for name in before if name != ASSISTANT])
     try:
         yield
     finally:
         set_active_adapters(model, before)
-
-
-@contextmanager
-def without_assistant(model: nn.Module) -> Iterator[None]:
-    """Context manager for sampling: the base with the trained adapter, without the assistant."""
-    with active_only(model, [name for name in active_adapters(model) if name != ASSISTANT]):
-        yield
 
 
 def load_assistant(model: nn.Module, source: Path) -> AdapterWeights:
