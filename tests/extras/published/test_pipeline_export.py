@@ -87,9 +87,7 @@ def folder_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if "sdxl" in name else ()) for name in PIPELINES]
-)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_the_stock_pipeline_opens_the_folder_and_predicts_the_same(name: str, tmp_path: Path) -> None:
     base, cls = tiny_pipelines.save(PIPELINES[name](), tmp_path / "base"), family(name.partition("/")[0])
     weights = fine_tuned(name, base)
