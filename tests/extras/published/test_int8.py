@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
-from tiny_published import blocks_of, flux_inputs, predict, seeded, tiny_flux, tiny_sd3
+from tiny_published import blocks_of, flux_inputs, predict, seeded, tiny_flux
 
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.extras.published.int8 import Int8Linear, base_names, fill_parameter, quantize_base
@@ -72,7 +72,7 @@ def test_nothing_of_the_size_of_a_float_weight_is_saved_for_backward() -> None:
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "int8"])
 def test_a_base_is_frozen_and_has_the_dtypes_it_says(base: Any) -> None:
     with torch.device("meta"):
-        model = tiny_sd3()
+        model = tiny_flux()
     published = list(model.state_dict())
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
     quantize_base(model, blocks_of(model), base=base)
@@ -86,7 +86,7 @@ def test_a_base_is_frozen_and_has_the_dtypes_it_says(base: Any) -> None:
             assert parameter.dtype == (torch.float32 if base == "float32" else torch.bfloat16), name
     converted = [name for name, module in model.named_modules() if isinstance(module, Int8Linear)]
     assert bool(converted) == (base == "int8")
-    assert all(name.startswith("transformer_blocks.") for name in converted)
+    assert all("transformer_blocks." in name for name in converted)
     add_lora(model, rank=2, alpha=2, target_modules=["to_q"])
     assert base_names(model) == published
 

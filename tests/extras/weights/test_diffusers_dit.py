@@ -87,20 +87,19 @@ def options_of(converted: Converted) -> dict[str, Any]:
     return flatten(from_dict(converted.config or {}))
 
 
-def build(converted: Converted, **changed: Any) -> torch.nn.Module:
+def build(converted: Converted) -> torch.nn.Module:
     with torch.device("meta"):
-        model = stored_spec(from_dict(converted.config or {}).replace(changed)).build()
+        model = stored_spec(from_dict(converted.config or {})).build()
     model.load_state_dict(converted.tensors(), assign=True)
     return model.eval().requires_grad_(False)
 
 
-def difference(theirs: Any, ours: torch.nn.Module, *, flipped: bool = False, null: int = NULL) -> float:
+def difference(theirs: Any, ours: torch.nn.Module, *, null: int = NULL) -> float:
     """The largest one over levels, labels and values."""
     x = torch.randn(len(LEVELS), 4, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(x, LEVELS, LABELS.where(LABELS < NULL, null)).sample
-        t = LEVELS / 1000  # the time of the paper: 0 is data
-        found = ours(x, 1 - t if flipped else t, {"class_label": LABELS})
+        found = ours(x, LEVELS / 1000, {"class_label": LABELS})  # the time of the paper: 0 is data
     assert expected.std() > 0.1
     return (found - expected).abs().max().item()
 
