@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tiny_runs
 import torch
-import torch.distributed as dist
 from PIL import Image
 from random_dit import random_pipeline
 from refusals import refused
@@ -22,44 +21,15 @@ from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.sampling.grid_picture import LAYOUT_KEY, GridLayout
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunAlone, RunScript
 
 CLASSES = ("cat", "dog", "owl", "yak")
 
 
-def train(project: Path, name: str, *flags: str) -> Path:
-    """Two steps of a tiny model in this process; returns the run directory."""
-    from torchditan.config.loader import load_config
-    from torchditan.job.prepare import prepare
-    from torchditan.trainer import Trainer
-
-    common = {
-        "job.dump_folder": project / "outputs",
-        "metrics.experiment_name": name,
-        "metrics.enable_sampling": "false",
-        "model.flavor": "debugmodel",
-        "model.patch_size": 2,
-        "dataset.image_size": 8,
-        "dataset.num_workers": 0,
-        "training.steps": 2,
-        "training.global_batch_size": 4,
-        "training.mixed_precision_param": "float32",
-        "optimizer.lr": 0.01,
-        "sampling.num_steps": 2,
-        "sampling.images_per_class": 2,
-        "checkpoint.enable_checkpoint": "true",
-        "checkpoint.interval": 1,
-        "validation.freq": 0,
-    }
-    job = prepare(load_config([*(f"--{option}={value}" for option, value in common.items()), *flags]))
-    assert job is not None
-    try:
-        Trainer(job).train()
-    finally:
-        gc.enable()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return project / "outputs" / name
+TINY = [
+    *("--dataset.image_size=8", "--training.steps=2", "--optimizer.lr=0.01", "--checkpoint.interval=1"),
+    *("--sampling.num_steps=2", "--sampling.images_per_class=2", *tiny_runs.KEEP),
+]
 
 
 def write_photos(folder: Path) -> Path:
@@ -78,7 +48,7 @@ def on_photos(photos: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def moved(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs in another folder than they were trained in, and an autoencoder; the training images are deleted."""
     project, elsewhere = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("elsewhere")
     photos = on_photos(write_photos(project / "photos"))
@@ -90,7 +60,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "unconditional": [*photos, "--dataset.num_classes=0"],
         "diffusers": [*photos, *decoded],
     }
-    runs = {name: Path(shutil.move(train(project, name, *flags), elsewhere / name)) for name, flags in jobs.items()}
+    for name, flags in jobs.items():
+        run_alone("train.py", *tiny_runs.job(project / name, *TINY, *flags), cwd=project)
+    runs = {name: Path(shutil.move(project / name, elsewhere / name)) for name in jobs}
     shutil.move(project / "autoencoder", elsewhere / "autoencoder")
     shutil.rmtree(project)
     return {**runs, "autoencoder": elsewhere / "autoencoder"}
