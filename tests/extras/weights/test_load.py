@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from refusals import refused
 
 from torchditan import load
 from torchditan.extras.weights.trained_model import TrainedModel
-from torchditan.sampling.grid_picture import LAYOUT_KEY, GridLayout
+from torchditan.sampling.grid_picture import read_cells
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunScript
@@ -73,25 +72,6 @@ def pixels(moved: dict[str, Path]) -> TrainedModel:
     return load(moved["pixels"])
 
 
-def cells(path: Path) -> torch.Tensor:
-    """The generated images in a grid, (rows, columns, 3, 8, 8) uint8, without their enlargement."""
-    with Image.open(path) as picture:
-        layout = GridLayout(**json.loads(picture.text[LAYOUT_KEY]))  # type: ignore[attr-defined]
-        grid = np.array(picture.convert("RGB"))
-    rows = []
-    for row in range(len(layout.labels)):
-        top = layout.top + row * layout.row_pitch
-        lefts = [layout.left + column * layout.column_pitch for column in range(layout.num_columns)]
-        rows.append([grid[top : top + layout.height, left : left + layout.width] for left in lefts])
-    images = torch.from_numpy(np.array(rows)).permute(0, 1, 4, 2, 3)
-    return images[..., :: layout.height // 8, :: layout.width // 8]
-
-
-def labels(path: Path) -> list[str]:
-    with Image.open(path) as picture:
-        return json.loads(picture.text[LAYOUT_KEY])["labels"]  # type: ignore[attr-defined, no-any-return]
-
-
 def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
     moved: dict[str, Path], tmp_path: Path, run_script: RunScript
 ) -> None:
@@ -102,10 +82,13 @@ def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
     assert "next to real" not in script.out
 
     images = load(moved["pixels"]).sample(classes=["dog", 3], samples_per_class=2, seed=5)
-    assert labels(tmp_path / "grid.png") == ["dog", "yak"]
+    cells, labels = read_cells(tmp_path / "grid.png")
+    enlargement = cells.shape[2] // 8
+    assert labels == ["dog", "yak"]
     assert images.shape == (4, 3, 8, 8) and images.dtype == torch.uint8
     assert images.float().std() > 10
-    assert torch.equal(images.unflatten(0, (2, 2)), cells(tmp_path / "grid.png"))
+    drawn = cells[:, :, ::enlargement, ::enlargement].permute(0, 1, 4, 2, 3)
+    assert torch.equal(images.unflatten(0, (2, 2)), drawn)
 
 
 def test_a_run_is_found_from_another_working_directory_and_by_its_checkpoint(
