@@ -27,7 +27,7 @@ class FakeHub:
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     sent: dict[str, bytes] = field(default_factory=dict)
-    """Path of a file -> what the server sends in place of its content, with the right headers."""
+    """Path of a file -> what the server sends in place of its content, of the same length, with the right headers."""
     url: str = ""
 
     def commit_of(self, repository: str) -> str:
@@ -89,11 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         content = files[file]
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X_Repo_Commit": self.hub.commit_of(repository)}
         if self.command == "GET" and file in self.hub.sent:
-            sent = self.hub.sent[file]
-            self.answer(sent, Content_Length=str(len(content)), **headers)
-            if len(sent) < len(content):
-                self.close_connection = True
-            return None
+            return self.answer(self.hub.sent[file], **headers)
         return self.answer(content, **headers)
 
     def do_POST(self) -> None:

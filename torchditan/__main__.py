@@ -56,8 +56,7 @@ def main() -> int:
         hint = did_you_mean(name, COMMANDS) or f"; must be one of {', '.join(COMMANDS)}"
         print(f"error: {name} is not a command{hint}", file=sys.stderr)
         return 2
-    words = COMMANDS[name].words
-    sys.argv = ["torchditan" if words else f"torchditan {name}", *words, *arguments]
+    sys.argv = [f"torchditan {name}", *arguments]
     return run(name)
 
 

@@ -15,8 +15,6 @@ class Command(NamedTuple):
     module: str
     """Its function `main` reads `sys.argv`."""
     help: str
-    words: tuple[str, ...] = ()
-    """Arguments before those of the user."""
 
 
 COMMANDS = {
@@ -29,14 +27,10 @@ COMMANDS = {
     "plan": Command("torchditan.extras.planner.__main__", "memory and time of a configuration on a device, without it"),
     "ablate": Command("torchditan.extras.ablation.__main__", "run a grid of options, and measure each"),
     "report": Command("torchditan.commands.report", "one page about runs, or about a grid"),
-    "import": Command("torchditan.commands.convert_checkpoint", "a checkpoint of others becomes a run", ("import",)),
-    "export": Command("torchditan.commands.convert_checkpoint", "the weights of a run, as one file", ("export",)),
+    "import": Command("torchditan.commands.import_weights", "a checkpoint of others becomes a run"),
+    "export": Command("torchditan.commands.export", "the weights of a run, as one file"),
     "share": Command("torchditan.commands.share", "a model or latents as a folder for others, and on the hub"),
-    "refit_time": Command(
-        "torchditan.commands.convert_checkpoint",
-        "weights for one-step training, by a new embedding of t",
-        ("refit_time",),
-    ),
+    "refit_time": Command("torchditan.commands.refit_time", "weights for one-step training, by a new embedding of t"),
     "export_lora": Command("torchditan.commands.export_lora", "a LoRA as one file, for diffusers or kohya"),
     "download": Command("torchditan.commands.download_assets", "the files of published models that a job needs"),
 }

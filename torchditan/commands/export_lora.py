@@ -14,14 +14,13 @@ from pathlib import Path
 
 
 def main() -> None:
-    from torchditan.config.command_line import ScriptParser, check_new_file
+    from torchditan.config.command_line import ScriptParser, add_weights_choice, check_new_file
 
     parser = ScriptParser(__doc__, options=())
     parser.add_argument("run", type=Path, help="run directory of a LoRA, such as outputs/flux_schnell_lora")
     parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="file to write")
     parser.add_argument("--format", choices=("diffusers", "kohya"), default="diffusers", help="default: diffusers")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    add_weights_choice(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args, _ = parser.parse(sys.argv[1:])
@@ -29,12 +28,11 @@ def main() -> None:
 
     import torch
 
-    from torchditan.extras.weights.lora_export import export_run, ignored_by_sd_scripts
+    from torchditan.extras.weights.lora_export import export_run
     from torchditan.run.progress import report_progress
-    from torchditan.run.reading import read_config
 
     with report_progress(f"exporting {args.run}"):
-        layers, step = export_run(
+        layers, step, ignored = export_run(
             args.run,
             args.out,
             format=args.format,
@@ -42,8 +40,7 @@ def main() -> None:
             weights=args.weights,
             dtype=getattr(torch, args.dtype),
         )
-    ignored = ignored_by_sd_scripts(read_config(args.run)["config"]["model"]["name"], layers)
-    if args.format == "kohya" and ignored:
+    if ignored:
         advice = "pictures will differ; train without proj_out and norm_out.linear (lora.target_modules)"
         print(f"warning: sd-scripts ignores {', '.join(ignored)}: {advice}", file=sys.stderr)
     size = args.out.stat().st_size / 1e6

@@ -19,7 +19,7 @@ from pathlib import Path
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Arguments of this command. Imports no torch."""
-    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.command_line import ScriptParser, add_weights_choice
     from torchditan.errors import option_error
     from torchditan.extras.weights.shared import check_address
     from torchditan.run.hub import check_upload
@@ -38,8 +38,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="create a private repository (default: as your account is set)",
     )
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    add_weights_choice(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: float32)")
     parser.add_argument("--license", metavar="ID", help="licence of the weights, as the hub names it: cc-by-4.0, mit")
     parser.add_argument("--data_license", metavar="TEXT", help="licence or origin of the data")

@@ -82,6 +82,12 @@ class RunParser(ScriptParser):
 RUN_EXAMPLES = "such as outputs/quickstart, or earth, a model that ships with the package"
 
 
+def add_weights_choice(parser: ScriptParser) -> None:
+    """Which weights of a run a script reads."""
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+
+
 def add_float32_matmul_precision(parser: ScriptParser) -> None:
     """The precision in which a script draws; that of the run applies only to its training."""
     parser.add_argument(

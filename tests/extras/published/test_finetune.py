@@ -1,115 +1,88 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""From five captioned images to a LoRA in diffusers' own pipeline, with tiny random FLUX and SD3 pipelines."""
+"""From captioned images to a LoRA in diffusers' own pipeline, with tiny random FLUX, SD3 and Wan pipelines."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import tiny_pipelines
+import tiny_runs
+import zoo as zoo_of_runs
 from refusals import refused
 
 from torchditan import load
 from torchditan.extras.published.flux import pack, unpack
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.randomness import normal
+from torchditan.run.reading import read_config, read_metrics
+from torchditan.sampling.grid_picture import read_cells
 
 CPU = torch.device("cpu")
-COLOURS = {
-    "red": (220, 40, 40),
-    "green": (40, 180, 60),
-    "blue": (50, 70, 220),
-    "gold": (230, 210, 40),
-    "black": (9, 9, 9),
-}
-
-
-def write_balls(folder: Path, *, size: int = 64) -> Path:
-    """Five pictures, each with its caption in a text file beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, (name, colour) in enumerate(COLOURS.items()):
-        picture = Image.new("RGB", (size, size), (240, 240, 240))
-        ImageDraw.Draw(picture).ellipse((8 + 2 * number, 8, 40 + 2 * number, 40), fill=colour)
-        picture.save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(f"a {name} ball")
-    return folder
 
 
 @pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pipelines")
-    makers = {"flux": tiny_pipelines.flux, "sd3": tiny_pipelines.sd3}
-    return {name: tiny_pipelines.save(make(), folder / name) for name, make in makers.items()}
+def lora(zoo) -> Path:
+    """A LoRA of FLUX, which tests only read; `inputs` next to it has its pipeline and its captioned images."""
+    return zoo("flux lora")
 
 
-def flags(name: str, pipeline: Path, images: Path, out: Path, **options: Any) -> list[str]:
-    values: dict[str, Any] = {
-        "job.dump_folder": out,
-        "metrics.experiment_name": "run",
-        "model.name": name,
-        "model.flavor": "debugmodel",
-        "model.path": pipeline,
-        "dataset.dataset_name": "captions",
-        "dataset.root_dir": images,
-        "dataset.image_size": 64,
-        "dataset.num_workers": 0,
-        "text_encoder.max_length": 8,
-        "text_encoder.dtype": "float32",
-        "training.mixed_precision_param": "float32",
-        "training.batch_size": 5,
-        "training.steps": 3,
-        "diffusion.label_dropout": 0,
-        "ema.enable": "false",
-        "checkpoint.enable_checkpoint": "true",
-        "metrics.log_freq": 1,
-        "metrics.enable_sampling": "false",
-        "sampling.guidance_scale": 1,
-        "sampling.num_steps": 4,
-        **options,
-    }
-    return [f"--{option}={value}" for option, value in values.items()]
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_pipelines.save(tiny_pipelines.sd3(), tmp_path_factory.mktemp("sd3"))
 
 
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+def job(run: Path, inputs: Path, *flags: str) -> list[str]:
+    """Three steps of the zoo's LoRA, with a cache of its own. The last of equal flags counts."""
+    base = [flag.format(inputs=inputs) for flag in zoo_of_runs.JOBS["flux lora"]]
+    own = ["--training.steps=3", f"--cache.folder={run.parent / 'cache'}"]
+    return tiny_runs.job(run, *tiny_runs.KEEP, *base, *own, *flags)
 
 
-def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(pipelines, run_script, tmp_path) -> None:
-    images = write_balls(tmp_path / "balls")
-    options = {"lora.rank": 64, "lora.alpha": 32, "training.steps": 120, "optimizer.lr": 6e-3}
-    options["diffusion.timestep_shift"] = 1
-    found = flags("flux", pipelines["flux"], images, tmp_path / "out", **options)
-    outcome = run_script("train.py", *found, "--lora.target_modules=.*", "--lr_scheduler.schedule=cosine")
+FULL = ["--lora.rank=0", "--lora.alpha=none"]
+
+
+def write_videos(folder: Path, *, count: int) -> list[str]:
+    """Videos of five frames, and the flags that read them."""
+    for number in range(count):
+        clip = folder / f"clip{number}"
+        clip.mkdir(parents=True)
+        for frame in range(5):
+            Image.new("RGB", (32, 32), (80 * number, 50 * frame, 128)).save(clip / f"{frame:03d}.png")
+        (folder / f"clip{number}.txt").write_text(f"clip {'abc'[number]}")
+    return [f"--dataset.root_dir={folder}", "--dataset.image_size=32", "--dataset.num_frames=5"]
+
+
+def test_a_lora_that_is_trained_draws_the_same_in_the_stock_pipeline(lora, run_script, tmp_path) -> None:
+    run, inputs, file = tmp_path / "run", lora.parent / "inputs", tmp_path / "lora/squares.safetensors"
+    flags = ["--lora.rank=64", "--lora.alpha=32", "--training.steps=40", "--optimizer.lr=6e-3"]
+    flags += ["--diffusion.timestep_shift=1", "--sampling.num_steps=4", "--lora.target_modules=.*"]
+    outcome = run_script("train.py", *job(run, inputs, *flags))
     assert outcome.code == 0, outcome.err
-    curve = losses(tmp_path / "out/run")
-    end = sum(curve[-10:]) / 10
-    print(f"loss {curve[0]:.3f} -> {end:.3f} ({end / curve[0]:.1%})")
-    assert end < 0.2 * curve[0]
-
-    file = tmp_path / "lora/balls.safetensors"
-    outcome = run_script("torchditan", "export_lora", tmp_path / "out/run", file)
+    curve = [record["loss"] for record in read_metrics(run)]
+    assert sum(curve[-5:]) / 5 < 0.6 * curve[0], curve
+    outcome = run_script("torchditan", "export_lora", run, file)
     assert outcome.code == 0, outcome.err
 
     import diffusers
 
-    trained = TrainedModel.open(tmp_path / "out/run", device=CPU)
-    rows = trained.encode_prompts(["a red ball"])
+    trained = TrainedModel.open(run, device=CPU)
+    rows = trained.encode_prompts(["a red square"])
     ours = trained.generate_rows(rows, samples_per_row=1, seed=0, batch_size=1)[0]
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(pipelines["flux"])
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(inputs / "pipeline")
     pipeline.set_progress_bar_config(disable=True)
-    base = draw(pipeline, "a red ball", trained)
+    base = draw(pipeline, "a red square", trained)
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
-    theirs = draw(pipeline, "a red ball", trained)
+    theirs = draw(pipeline, "a red square", trained)
     assert (ours - base).abs().max() > 0.1, "the LoRA changes nothing"
     assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
 
@@ -133,67 +106,58 @@ def draw(pipeline: Any, prompt: str, trained: TrainedModel) -> torch.Tensor:
     return unpack(latents, *noise.shape[-2:])
 
 
-def test_the_cache_is_filled_once_and_never_stale(pipelines, run_script, tmp_path) -> None:
-    images, out = write_balls(tmp_path / "balls"), tmp_path / "out"
-    found = flags("flux", pipelines["flux"], images, out)
-    outcome = run_script("train.py", *found, "--cache_only")
-    assert outcome.code == 0 and "encoding captions: 6/6" in outcome.out and "encoding images: 5/5" in outcome.out
-    assert not (out / "run").exists()
-    assert "encoding" not in run_script("train.py", *found, "--cache_only").out
+def test_the_cache_is_filled_once_never_stale_and_names_a_damaged_file(lora, run_script, tmp_path) -> None:
+    images = shutil.copytree(lora.parent / "inputs", tmp_path / "images", ignore=shutil.ignore_patterns("pipeline"))
 
-    (images / "red.txt").write_text("a crimson ball")
-    outcome = run_script("train.py", *found, "--cache_only")
-    assert "encoding captions: 1/1" in outcome.out and "encoding images" not in outcome.out
-    Image.new("RGB", (64, 64)).save(images / "red.png")
-    assert "encoding images: 1/1" in run_script("train.py", *found, "--cache_only").out
-    assert "encoding captions: 6/6" in run_script("train.py", *found, "--cache_only", "--text_encoder.max_length=6").out
-    larger = [flag.replace("image_size=64", "image_size=32") for flag in found]
-    assert "encoding images: 5/5" in run_script("train.py", *larger, "--cache_only").out
+    def encode(*flags: str) -> str:
+        found = job(tmp_path / "run", lora.parent / "inputs", f"--dataset.root_dir={images}", "--cache_only", *flags)
+        outcome = run_script("train.py", *found)
+        assert outcome.code == 0, outcome.err
+        return outcome.out
 
+    first = encode()
+    assert "encoding captions: 3/3" in first and "encoding images: 16/16" in first
+    assert not (tmp_path / "run").exists()
+    assert "encoding" not in encode()
+    (images / "00.txt").write_text("a crimson square")
+    Image.new("RGB", (64, 64)).save(images / "01.png")
+    changed = encode()
+    assert "encoding captions: 1/1" in changed and "encoding images: 1/1" in changed
+    shorter_and_smaller = encode("--text_encoder.max_length=6", "--dataset.image_size=32")
+    assert "encoding captions: 4/4" in shorter_and_smaller and "encoding images: 16/16" in shorter_and_smaller
 
-def test_a_damaged_file_of_the_cache_is_named(pipelines, run_script, tmp_path) -> None:
-    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out")
-    assert run_script("train.py", *found, "--cache_only").code == 0
-    file = next((tmp_path / "out/cache/latents").rglob("*.safetensors"))
+    file = next((tmp_path / "cache/latents").rglob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
-    outcome = run_script("train.py", *found)
+    outcome = run_script("train.py", *job(tmp_path / "run", lora.parent / "inputs"))
     assert outcome.code == 2 and str(file) in outcome.err and "Traceback" not in outcome.err
 
 
-def test_other_captions_are_refused_on_resume(pipelines, run_script, tmp_path) -> None:
-    images = write_balls(tmp_path / "balls")
-    found = flags("flux", pipelines["flux"], images, tmp_path / "out", **{"lora.rank": 2})
-    assert run_script("train.py", *found).code == 0
-    (images / "red.txt").write_text("a crimson ball")
-    outcome = run_script("train.py", *found, "--training.steps=4")
-    assert outcome.code == 2 and "dataset.fingerprint" in outcome.err
-
-
-def test_samples_of_a_run_and_prompts_of_a_script(pipelines, run_script, tmp_path) -> None:
-    options = {"lora.rank": 2, "metrics.enable_sampling": "true", "metrics.sample_freq": 2, "sampling.at_start": "true"}
-    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **options)
-    outcome = run_script("train.py", *found, "--sampling.images_per_class=1")
+def test_samples_of_a_run_and_prompts_of_a_script(lora, run_script, tmp_path) -> None:
+    run = tmp_path / "run"
+    flags = ["--metrics.enable_sampling=true", "--metrics.sample_freq=2", "--sampling.at_start=true"]
+    flags += ["--sampling.images_per_class=1", "--sampling.num_steps=2"]
+    outcome = run_script("train.py", *job(run, lora.parent / "inputs", *flags))
     assert outcome.code == 0, outcome.err
-    run = tmp_path / "out/run"
     names = [f"step_{step:08d}.png" for step in (0, 2, 3)]
     assert all((run / "samples" / name).is_file() for name in [*names, "over_steps.png"])
-    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    record = read_metrics(run)[1]
     assert record["step"] == 2 and record["seconds_per_image"] > 0 and "psnr" in record and "ssim" in record
-    outcome = run_script("torchditan", "generate", run, "--prompts", "a red ball", "a cat", "--without_lora")
-    assert outcome.code == 0 and "s/image" in outcome.out
-    assert run_script("torchditan", "generate", run, "--classes", "1").code == 2
+    picture = tmp_path / "drawn.png"
+    prompts = ["--prompts", "a red square", "a cat", f"--out={picture}"]
+    outcome = run_script("torchditan", "generate", run, *prompts, "--without_lora")
+    assert outcome.code == 0 and "s/image" in outcome.out, outcome.err
+    assert read_cells(picture)[1] == ["a red square", "a cat"]
+    outcome = run_script("torchditan", "generate", run, *prompts, "--original")
+    assert outcome.code == 0 and "next to the original's, PSNR " in outcome.out, outcome.err
 
 
-def test_a_moved_lora_draws_prompts_without_its_images_and_names_a_missing_base_model(
-    pipelines, run_script, tmp_path, monkeypatch
-) -> None:
-    images, pipeline = write_balls(tmp_path / "balls"), shutil.copytree(pipelines["flux"], tmp_path / "pipeline")
-    found = flags("flux", pipeline, images, tmp_path / "out", **{"lora.rank": 2, "training.steps": 1})
-    assert run_script("train.py", *found).code == 0
-    shutil.rmtree(images)
-    run = Path(shutil.move(tmp_path / "out/run", tmp_path / "moved"))
-
-    trained = load(run, dtype=torch.float32)
+def test_a_moved_lora_draws_prompts_and_names_a_missing_base_model(lora, tmp_path) -> None:
+    run = shutil.copytree(lora, tmp_path / "moved")
+    pipeline = shutil.copytree(lora.parent / "inputs/pipeline", tmp_path / "there")
+    with refused(f'model.path = "{tmp_path}/gone"', "does not exist"):
+        load(run, options={"model.path": tmp_path / "gone"})
+    options = {"model.path": pipeline, "cache.folder": tmp_path / "cache", "sampling.num_steps": 2}
+    trained = load(run, dtype=torch.float32, options=options)
     drawn = trained.sample(prompts=["a dog", "a cat"], samples_per_class=2, seed=3)
     assert drawn.shape == (4, 3, 64, 64) and drawn.dtype == torch.uint8
     samples = trained.generate_rows(
@@ -206,194 +170,133 @@ def test_a_moved_lora_draws_prompts_without_its_images_and_names_a_missing_base_
     with refused("prompts = none", "sampling.prompts"):
         trained.sample()
 
-    there = shutil.move(pipeline, tmp_path / "there")
-    with refused(f'model.path = "{pipeline}"', "does not exist"):
-        load(run)
-    found = load(run, dtype=torch.float32, options={"model.path": there, "cache.folder": tmp_path / "cache"})
-    assert torch.equal(found.sample(prompts="a dog", samples_per_class=2, seed=3, batch_size=4), drawn[:2])
+    import diffusers
 
-
-@pytest.mark.slow
-def test_own_prompts_are_compared_with_the_original_models_samples(pipelines, run_script, tmp_path) -> None:
-    options = {"lora.rank": 2, "optimizer.lr": 0.1, "metrics.enable_sampling": "true", "metrics.sample_freq": 1}
-    options |= {"sampling.images_per_class": 1, "training.steps": 2}
-    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **options)
-    found += ["--sampling.prompts", "a cat", "a dog"]
-    run = tmp_path / "out/run"
-
-    outcome = run_script("train.py", *found, "--sampling.at_start")
-    assert outcome.code == 0, outcome.err
-    assert (
-        run_script("train.py", *found, "--sampling.at_start", "--training.steps=3").code == 0
-    )  # a resume compares too
-    first, second, third = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    assert first["psnr_to_original"] > second["psnr_to_original"] > third["psnr_to_original"], "it moves away"
-    assert 0 < third["ssim_to_original"] < 1
-    assert "psnr" not in third
-    assert (
-        run_script("train.py", *found, "--sampling.at_start", "--training.steps=4", "--sampling.num_steps=2").code == 0
-    )
-    fourth = json.loads((run / "metrics.jsonl").read_text().splitlines()[3])
-    assert "psnr_to_original" not in fourth, "drawn in another way"
-
-    outcome = run_script("train.py", *found, "--metrics.experiment_name=without")
-    assert outcome.code == 0, outcome.err
-    assert "psnr" not in (tmp_path / "out/without/metrics.jsonl").read_text()
-
-
-@pytest.mark.parametrize("kind", ["lora", "continued"])
-def test_the_original_is_drawn_next_to_its_fine_tune(kind, pipelines, run_script, tmp_path) -> None:
-    images, out, drawn = write_balls(tmp_path / "balls"), tmp_path / "out", tmp_path / "drawn.png"
-    options: dict[str, Any] = {"lora.rank": 2} if kind == "lora" else {}
-    if kind == "continued":
-        assert run_script("train.py", *flags("flux", pipelines["flux"], images, tmp_path / "first")).code == 0
-        options = {"checkpoint.initial_load_path": tmp_path / "first/run"}
-    found = flags("flux", pipelines["flux"], images, out, **options, **{"optimizer.lr": 1e-2})
-    assert run_script("train.py", *found).code == 0
-    drawing = ["--prompts", "a red ball", "--sampling.images_per_class=2", f"--out={drawn}"]
-    outcome = run_script("torchditan", "generate", out / "run", *drawing, "--original")
-    assert outcome.code == 0, outcome.err
-    assert "next to the original's, PSNR " in outcome.out and ", SSIM " in outcome.out
-    assert drawn.is_file()
-
-    trained = TrainedModel.open(out / "run", device=CPU)
-    rows = trained.encode_prompts(["a red ball"])
     trained.restore_original()
-    original = TrainedModel.open(tmp_path / "first/run" if kind == "continued" else out / "run", device=CPU)
-    if kind != "continued":
-        import diffusers
-
-        published = diffusers.FluxTransformer2DModel.from_pretrained(pipelines["flux"] / "transformer").eval()
-        original.model.transformer = published.requires_grad_(False)
-    original.spec = trained.spec
-    ours, theirs = (one.generate_rows(rows, samples_per_row=1, seed=0, batch_size=1) for one in (trained, original))
+    ours = trained.generate_rows(trained.encode_prompts(["a dog"]), samples_per_row=1, seed=0, batch_size=1)
+    published = diffusers.FluxTransformer2DModel.from_pretrained(pipeline / "transformer").eval()
+    trained.model.transformer = published.requires_grad_(False)
+    theirs = trained.generate_rows(trained.encode_prompts(["a dog"]), samples_per_row=1, seed=0, batch_size=1)
     assert torch.equal(ours, theirs)
 
 
-def test_a_run_from_random_weights_has_no_original(pipelines, run_script, tmp_path) -> None:
-    options = {"model.path": "none", "text_encoder.path": pipelines["flux"], "training.steps": 1}
-    found = flags("flux", "none", write_balls(tmp_path / "balls"), tmp_path / "out", **options)
-    assert run_script("train.py", *found).code == 0
-    outcome = run_script("torchditan", "generate", tmp_path / "out/run", "--prompts", "a red ball", "--original")
-    assert outcome.code == 2 and "--original = true" in outcome.err and "random weights" in outcome.err
-    outcome = run_script("torchditan", "generate", tmp_path / "out/run", "--original", "--without_lora")
-    assert outcome.code == 2 and "leave --without_lora out" in outcome.err
-    outcome = run_script("torchditan", "generate", tmp_path / "out/run", "--without_lora")
-    assert outcome.code == 2 and "must be --original" in outcome.err
+@pytest.mark.slow
+def test_own_prompts_are_compared_with_the_original_models_samples(lora, run_script, tmp_path) -> None:
+    flags = ["--optimizer.lr=0.02", "--metrics.enable_sampling=true", "--metrics.sample_freq=1"]
+    flags += ["--sampling.images_per_class=1", "--sampling.num_steps=4", "--sampling.prompts", "a cat", "a dog"]
+
+    def train(name: str, steps: int, *more: str) -> str:
+        found = job(tmp_path / name, lora.parent / "inputs", *flags, f"--training.steps={steps}", *more)
+        outcome = run_script("train.py", *found)
+        assert outcome.code == 0, outcome.err
+        return outcome.out
+
+    train("run", 2, "--sampling.at_start")
+    train("run", 3, "--sampling.at_start")  # a resume compares too
+    first, second, third = read_metrics(tmp_path / "run")
+    assert first["psnr_to_original"] > second["psnr_to_original"] > third["psnr_to_original"], "it moves away"
+    assert 0 < third["ssim_to_original"] < 1
+    assert "psnr" not in third
+    train("run", 4, "--sampling.at_start", "--sampling.num_steps=2")
+    assert "psnr_to_original" not in read_metrics(tmp_path / "run")[3], "drawn in another way"
+
+    out = train("without", 2)
+    assert "PSNR and SSIM are not measured" in out and "--sampling.at_start" in out
+    assert "psnr" not in (tmp_path / "without/metrics.jsonl").read_text()
 
 
-BAD = [
-    ({"model.path": "nowhere/at/all"}, "does not exist"),
-    ({"model.path": "{sd3}"}, "model.path"),
-    ({"model.path": "{sd3}/transformer", "text_encoder.path": "{flux}"}, "is a SD3Transformer2DModel"),
-    ({"model.flavor": "FLUX.1-schnell"}, "another flavor of flux"),
-    ({"dataset.horizontal_flip": "true"}, "cannot be mirrored"),
-    ({"model.path": "none"}, "text_encoder.path = none: must be given"),
-    ({"text_encoder.path": "{sd3}"}, "encoders do not match flux"),
-    ({"lora.rank": 4, "lora.target_modules": "to_qq"}, "their names end in"),
-    ({"lora.rank": 4, "lora.assistant_path": "nothing.safetensors"}, "lora.assistant_path"),
-    ({"quantize.base": "int8"}, "needs lora.rank"),
-    ({"lora.rank": 4, "float8.enable_float8_linear": "true"}, "float8.enable_float8_linear"),
-    ({"dataset.dataset_name": "digits", "dataset.root_dir": "none", "dataset.image_size": "none"}, "input_channels"),
-    ({"model.overrides": "num_layers=4"}, "is another model"),
-    ({"dataset.image_size": 60}, "dataset.image_size = [60, 60]: must be a multiple of 8, the downsampling of diff"),
-    ({"diffusion.objective": "ddpm"}, "flux was trained with flow_matching"),
+def test_a_run_from_random_weights_has_no_original(zoo) -> None:
+    trained = TrainedModel.open(zoo("digits"), device=CPU)
+    with refused("--original = true", "random weights"):
+        trained.check_original()
+    with refused("--without_lora = true", "--original"):
+        trained.turn_off_adapter()
+
+
+REFUSED = [
+    (["--model.path=nowhere/at/all"], "does not exist"),
+    (["--model.path={sd3}"], "model.path"),
+    (["--model.path={sd3}/transformer", "--text_encoder.path={flux}"], "is a SD3Transformer2DModel"),
+    (["--model.flavor=FLUX.1-schnell"], "another flavor of flux"),
+    (["--dataset.horizontal_flip=true"], "cannot be mirrored"),
+    (["--text_encoder.path={sd3}"], "encoders do not match flux"),
+    (["--lora.assistant_path=nothing.safetensors"], "lora.assistant_path"),
+    (["--float8.enable_float8_linear=true"], "float8.enable_float8_linear"),
+    (["--dataset.dataset_name=digits", "--dataset.root_dir=none", "--dataset.image_size=none"], "input_channels"),
+    (["--dataset.image_size=60"], "dataset.image_size = [60, 60]: must be a multiple of 8, the downsampling of diff"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_input_is_one_line(options, message, pipelines, run_script, tmp_path) -> None:
-    values = {key: str(value).format(**pipelines) for key, value in options.items()}
-    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **values)
-    outcome = run_script("train.py", *found)
+@pytest.mark.parametrize(("flags", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_bad_input_is_one_line(flags, message, lora, sd3, run_script, tmp_path) -> None:
+    inputs = lora.parent / "inputs"
+    flags = [flag.format(flux=inputs / "pipeline", sd3=sd3) for flag in flags]
+    outcome = run_script("train.py", *job(tmp_path / "run", inputs, *flags))
     assert outcome.code == 2, (outcome.out, outcome.err)
     lines = [line for line in outcome.err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in outcome.err, outcome.err
 
 
-@pytest.mark.parametrize("step", [12, 16])
-def test_every_bucket_is_checked_before_anything_is_encoded(step, pipelines, run_script, tmp_path) -> None:
-    images = write_balls(tmp_path / "balls")
-    with Image.open(images / "red.png") as square:
-        square.resize((80, 64)).save(images / "red.png")
-    options = {"dataset.image_size": 64, "dataset.aspect_buckets": "true", "dataset.bucket_step": step}
-    options |= {"dataset.upscale": "true", "cache.only": "true"}
-    outcome = run_script("train.py", *flags("flux", pipelines["flux"], images, tmp_path / "out", **options))
-    assert outcome.code == (0 if step == 16 else 2), outcome.err
-    if step != 16:
-        assert f"dataset.bucket_step = {step}: makes samples of " in outcome.err
-        assert "must be a multiple of 16, the pixels of a patch" in outcome.err
-        assert not list((tmp_path / "out/cache").glob("latents/*"))
+def test_every_bucket_is_checked_before_anything_is_encoded(lora, run_script, tmp_path) -> None:
+    images = shutil.copytree(lora.parent / "inputs", tmp_path / "images", ignore=shutil.ignore_patterns("pipeline"))
+    with Image.open(images / "00.png") as square:
+        square.resize((80, 64)).save(images / "00.png")
+    flags = [f"--dataset.root_dir={images}", "--dataset.aspect_buckets", "--dataset.bucket_step=12"]
+    flags += ["--dataset.upscale", "--cache.only"]
+    outcome = run_script("train.py", *job(tmp_path / "run", lora.parent / "inputs", *flags))
+    assert outcome.code == 2 and "dataset.bucket_step = 12: makes samples of " in outcome.err
+    assert "must be a multiple of 16, the pixels of a patch" in outcome.err
+    assert not list((tmp_path / "cache").glob("latents/*"))
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel-i2v"])
-def test_videos_train_wan_from_text_and_from_their_first_frame(flavor, run_script, tmp_path) -> None:
-    pipeline = tiny_pipelines.save(tiny_pipelines.wan(from_image=flavor.endswith("i2v")), tmp_path / "wan")
-    for number in range(3):
-        folder = tmp_path / f"videos/clip{number}"
-        folder.mkdir(parents=True)
-        for frame in range(5):
-            Image.new("RGB", (32, 32), (80 * number, 50 * frame, 128)).save(folder / f"{frame:03d}.png")
-        (tmp_path / f"videos/clip{number}.txt").write_text(f"clip {'abc'[number]}")
-    options = {
-        "model.flavor": flavor,
-        "dataset.image_size": 32,
-        "dataset.num_frames": 5,
-        "text_encoder.max_length": "none",
-        "training.batch_size": 3,
-        "lora.rank": 2,
-        "quantize.base": "int8",
-        "metrics.enable_sampling": "true",
-        "sampling.images_per_class": 1,
-    }
-    found = flags("wan", pipeline, tmp_path / "videos", tmp_path / "out", **options)
-    outcome = run_script("train.py", *found)
-    assert outcome.code == 0, outcome.err
-    assert ("encoding first frames: 3/3" in outcome.out) == flavor.endswith("i2v")
-    assert (tmp_path / "out/run/samples/step_00000003.png").is_file()
-    shape = json.loads((tmp_path / "out/run/config.json").read_text())["config"]["model"]["sample_size"]
+def test_a_video_model_trained_in_full_draws_with_its_tables_of_positions(lora, run_script, tmp_path) -> None:
+    """They are in no checkpoint, and not the zeros or the rubbish of empty memory."""
+    pipeline = tiny_pipelines.save(tiny_pipelines.wan(), tmp_path / "wan")
+    flags = ["--model.name=wan", f"--model.path={pipeline}", "--text_encoder.max_length=none", *FULL]
+    flags += [*write_videos(tmp_path / "videos", count=2), "--training.steps=1", "--training.global_batch_size=1"]
+    flags += ["--metrics.enable_sampling=true", "--sampling.images_per_class=1", "--sampling.num_steps=2"]
+    outcome = run_script("train.py", *job(tmp_path / "run", tmp_path, *flags))
+    assert outcome.code == 0 and "first frames" not in outcome.out, outcome.err
+    assert (tmp_path / "run/samples/step_00000001.png").is_file()
+    shape = read_config(tmp_path / "run")["config"]["model"]["sample_size"]
     assert shape == [2, 4, 4]  # a latent frame, and one for each four more
-    assert run_script("torchditan", "export_lora", tmp_path / "out/run", tmp_path / "wan.safetensors").code == 0
-    drawn = run_script("torchditan", "generate", tmp_path / "out/run", "--prompts", "clip a")
-    assert drawn.code == (2 if flavor.endswith("i2v") else 0), drawn.err
-    outcome = run_script("train.py", *found, "--dataset.num_frames=4")
+    model = TrainedModel.open(tmp_path / "run", device=CPU).model
+    for name, buffer in tiny_pipelines.transformer("wan").named_buffers():
+        assert torch.equal(model.transformer.get_buffer(name), buffer), name
+    outcome = run_script("train.py", *job(tmp_path / "run", tmp_path, *flags, "--dataset.num_frames=4"))
     assert outcome.code == 2 and "1 more than a multiple of 4" in outcome.err
 
 
-def test_encoders_of_another_width_are_told_in_a_line(run_script, tmp_path) -> None:
+def test_videos_train_a_lora_of_wan_from_their_first_frame(lora, run_script, tmp_path) -> None:
+    pipeline = tiny_pipelines.save(tiny_pipelines.wan(from_image=True), tmp_path / "wan")
+    flags = ["--model.name=wan", "--model.flavor=debugmodel-i2v", f"--model.path={pipeline}"]
+    flags += ["--text_encoder.max_length=none", "--quantize.base=int8", "--training.global_batch_size=3"]
+    flags += ["--metrics.enable_sampling=true", "--sampling.images_per_class=1", "--sampling.num_steps=2"]
+    flags += [*write_videos(tmp_path / "videos", count=3), "--training.steps=1"]
+    outcome = run_script("train.py", *job(tmp_path / "run", tmp_path, *flags))
+    assert outcome.code == 0 and "encoding first frames: 3/3" in outcome.out, outcome.err
+    assert (tmp_path / "run/samples/step_00000001.png").is_file()
+    assert run_script("torchditan", "export_lora", tmp_path / "run", tmp_path / "wan.safetensors").code == 0
+    with refused('--prompts = ["clip a"]', "first frame"):
+        TrainedModel.open(tmp_path / "run", device=CPU).encode_prompts(["clip a"])
+
+
+def test_encoders_of_another_width_are_told_in_a_line(lora, run_script, tmp_path) -> None:
     pipeline = tiny_pipelines.flux()
     pipeline.text_encoder_2 = tiny_pipelines.t5(64)
     wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
-    outcome = run_script("train.py", *flags("flux", wide, write_balls(tmp_path / "balls"), tmp_path / "out"))
+    outcome = run_script("train.py", *job(tmp_path / "run", lora.parent / "inputs", f"--model.path={wide}"))
     assert outcome.code == 2 and "its encoders give prompt_embeds of shape [8, 64]" in outcome.err, outcome.err
 
 
-def test_a_video_model_trained_in_full_is_sampled_with_its_tables_of_positions(run_script, tmp_path) -> None:
-    """They are in no checkpoint, and not the zeros or the rubbish of empty memory."""
-    pipeline = tiny_pipelines.save(tiny_pipelines.wan(), tmp_path / "wan")
-    (tmp_path / "videos/clip").mkdir(parents=True)
-    for frame in range(5):
-        Image.new("RGB", (32, 32), (0, 50 * frame, 128)).save(tmp_path / f"videos/clip/{frame:03d}.png")
-    (tmp_path / "videos/clip.txt").write_text("a clip")
-    options = {"dataset.image_size": 32, "dataset.num_frames": 5, "text_encoder.max_length": "none"}
-    found = flags("wan", pipeline, tmp_path / "videos", tmp_path / "out", **options, **{"training.batch_size": 1})
-    assert run_script("train.py", *found).code == 0
-    model = TrainedModel.open(tmp_path / "out/run", device=CPU).model
-    expected = tiny_pipelines.transformer("wan")
-    for name, buffer in expected.named_buffers():
-        assert torch.equal(model.transformer.get_buffer(name), buffer), name
-
-
 @pytest.mark.slow
-def test_a_mistake_that_one_rank_alone_meets_is_told(pipelines, run_distributed, tmp_path) -> None:
-    images = write_balls(tmp_path / "balls")
-    for number in range(6):  # so that either rank has some to encode
-        Image.effect_noise((64, 64), 20.0 + number).convert("RGB").save(images / f"noise{number}.jpg")
-        (images / f"noise{number}.txt").write_text("noise")
-        data = (images / f"noise{number}.jpg").read_bytes()
-        if number == 5:
-            (images / f"noise{number}.jpg").write_bytes(data[: len(data) // 2])
-    found = flags("flux", pipelines["flux"], images, tmp_path / "out", **{"training.batch_size": 1})
-    result = run_distributed(["train.py", *found, "--cache_only"], 2)
-    lines = [line for line in result.stderr.splitlines() if "error: " in line and "noise5.jpg" in line]
+def test_a_mistake_that_one_rank_alone_meets_is_told(lora, run_distributed, tmp_path) -> None:
+    images = shutil.copytree(lora.parent / "inputs", tmp_path / "images", ignore=shutil.ignore_patterns("pipeline"))
+    (images / "noise.txt").write_text("noise")
+    Image.effect_noise((64, 64), 25.0).convert("RGB").save(images / "noise.jpg")
+    data = (images / "noise.jpg").read_bytes()
+    (images / "noise.jpg").write_bytes(data[: len(data) // 2])
+    found = job(tmp_path / "run", lora.parent / "inputs", f"--dataset.root_dir={images}", "--cache_only")
+    result = run_distributed(["train.py", *found], 2)
+    lines = [line for line in result.stderr.splitlines() if "error: " in line and "noise.jpg" in line]
     assert result.returncode != 0 and len(lines) == 1, result.stderr

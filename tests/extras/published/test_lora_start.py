@@ -12,161 +12,174 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from refusals import assert_refused
+from refusals import assert_refused, refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_whole_path import assert_same, drawn, job, opened
+from test_whole_path import assert_same, job, opened
 
-from torchditan.config.trajectory import INITIAL_WEIGHTS, differences
-from torchditan.extras.weights.initial import identity_of
-from torchditan.run.reading import read_metrics
+from torchditan.config.loader import from_dict
+from torchditan.errors import ConfigError
+from torchditan.extras.weights.initial import load_initial_weights
+from torchditan.extras.weights.lora_export import export_run
+from torchditan.extras.weights.trained_model import stored_spec
+from torchditan.run.reading import read_config, read_metrics
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
+    from tests.zoo import Zoo
 
-FAMILIES = ["flux", "sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl", "wan"))]
 AS_IT_IS = ["--training.steps=1", "--optimizer.lr=0", "--training.mixed_precision_param=float32"]
 """A run that ends with its initial weights."""
 
 
-def update(run: Path) -> dict[str, torch.Tensor]:
-    """Layer -> what the LoRA of a run adds to its weight."""
-    trained, found = opened(run), {}
-    for name, module in trained.model.named_modules():
+@pytest.fixture(scope="module")
+def first(zoo: Zoo) -> Path:
+    """A LoRA of FLUX of rank 2 and alpha 4, which tests only read."""
+    return zoo("flux lora")
+
+
+def started(first: Path, source: Path, **options: Any) -> tuple[Any, str]:
+    """A model like that of `first` with other options that starts from a source, and what the log says."""
+    config = from_dict(read_config(first)["config"]).replace(options)
+    model: Any = stored_spec(config).build().to_empty(device="cpu")
+    model.init_weights(1)
+    said = load_initial_weights(model, str(source), config=config)
+    return model.requires_grad_(False), said
+
+
+def prediction(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    cond = {"prompt_embeds": (2, 8, 32), "pooled_prompt_embeds": (2, 16)}
+    given = {name: torch.randn(shape, generator=generator) for name, shape in cond.items()}
+    x_t, t = torch.randn(2, 16, 8, 8, generator=generator), torch.tensor([0.25, 0.5])
+    return model(x_t, t, {**given, "guidance": torch.full((2,), 3.5)})
+
+
+def update(model: Any) -> dict[str, torch.Tensor]:
+    """Layer -> what the LoRA of a model adds to its weight."""
+    found = {}
+    for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             down, up = module.lora_A.default.weight, module.lora_B.default.weight
             found[name] = module.scaling["default"] * (up.flatten(1) @ down.flatten(1))
     return found
 
 
-def change(path: Path, *, to: Path, keep: Any = lambda name: True) -> Path:
-    """A copy of a LoRA file with some of its tensors."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    save_file({name: tensor for name, tensor in load_file(path).items() if keep(name)}, to, metadata)
-    return to
+def exported(first: Path, path: Path, format: Any = "diffusers") -> Path:
+    export_run(first, path, format=format)
+    return path
 
 
-@pytest.mark.parametrize("model", FAMILIES)
-def test_a_run_starts_from_a_run_or_a_file_whatever_its_alpha(
-    model: str, run_script: RunScript, tmp_path: Path
+def test_a_run_starts_from_a_run_or_a_file_whatever_its_alpha(first: Path, tmp_path: Path) -> None:
+    source = opened(first).model
+    expected = prediction(source)
+    sources = {
+        "run": first,
+        "checkpoint": first / "checkpoint/step-00000006",
+        "file": exported(first, tmp_path / "diffusers/lora.safetensors"),
+        "folder": tmp_path / "diffusers",
+        "kohya": exported(first, tmp_path / "kohya.safetensors", "kohya"),
+    }
+    for name, path in sources.items():
+        model, said = started(first, path, **{"lora.alpha": 1.0})
+        assert said.startswith(f"weights of {path}") and "start at zero" not in said
+        assert torch.allclose(prediction(model), expected, atol=1e-5), name
+    same, _ = started(first, first)
+    assert_same(same.state_dict(), source.state_dict())  # to the bit
+    earlier, _ = started(first, first / "checkpoint/step-00000003")
+    assert not torch.allclose(prediction(earlier), expected, atol=1e-4)
+
+
+def test_a_lora_over_int8_starts_and_resumes_without_its_source(
+    first: Path, run_script: RunScript, tmp_path: Path
 ) -> None:
-    def train(name: str, *flags: str) -> str:
-        outcome = run_script("train.py", *job(model, tmp_path / name, "--lora.rank=2", *flags))
-        assert outcome.code == 0, outcome.err
-        return outcome.out
-
-    train("first", "--lora.alpha=4", "--ema.decay=0.5")
-    samples, weights = drawn(opened(tmp_path / "first")), opened(tmp_path / "first").model.state_dict()
-    sources = {"run": tmp_path / "first", "checkpoint": tmp_path / "first/checkpoint/step-00000002"}
-    for format in ("diffusers", "kohya") if model in ("flux", "sd3") else ("diffusers",):
-        sources[format] = tmp_path / f"{format}/{model}.safetensors"
-        arguments = [tmp_path / "first", sources[format], f"--format={format}"]
-        assert run_script("torchditan", "export_lora", *arguments).code == 0
-    sources["folder"] = sources["diffusers"].parent
-    for name, source in sources.items():
-        line = train(name, *AS_IT_IS, "--lora.alpha=1", f"--checkpoint.initial_load_path={source}")
-        assert f"started from the weights of {source}" in line and "start at zero" not in line
-        assert torch.allclose(drawn(opened(tmp_path / name)), samples, atol=1e-5), name
-    train("same", *AS_IT_IS, "--lora.alpha=4", f"--checkpoint.initial_load_path={tmp_path / 'first'}")
-    assert_same(opened(tmp_path / "same").model.state_dict(), weights)  # the averaged ones, to the bit
-    train("other", *AS_IT_IS)
-    assert not torch.allclose(drawn(opened(tmp_path / "other")), samples, atol=1e-4)
-
-
-def test_a_lora_over_int8_starts_and_resumes_without_its_source(run_script: RunScript, tmp_path: Path) -> None:
+    source = shutil.copytree(first, tmp_path / "source")
     base = ["--lora.rank=2", "--quantize.base=int8"]
-    assert run_script("train.py", *job("flux", tmp_path / "first", *base, "--ema.enable=false")).code == 0
-    # Without checkpoints the run keeps the weights of its last step alone, and its configuration with alpha.
-    kept = [*base, "--lora.alpha=6", "--checkpoint.enable_checkpoint=false", "--checkpoint.save_final"]
-    start = [f"--checkpoint.initial_load_path={tmp_path / 'first'}"]
-    assert run_script("train.py", *job("flux", tmp_path / "kept", *kept, *start)).code == 0
-    flags = [*base, f"--checkpoint.initial_load_path={tmp_path / 'kept'}"]
+    flags = [*base, f"--checkpoint.initial_load_path={source}"]
     begun = run_script("train.py", *job("flux", tmp_path / "more", *flags, *AS_IT_IS))
     assert begun.code == 0 and "started from" in begun.out, begun.err
-    expected = update(tmp_path / "kept")
-    for name, found in update(tmp_path / "more").items():
+    expected = update(opened(first).model)
+    for name, found in update(opened(tmp_path / "more").model).items():
         assert found.abs().max() > 0 and torch.allclose(found, expected[name], atol=1e-6)
 
-    shutil.rmtree(tmp_path / "kept")
+    shutil.rmtree(source)
     again = run_script("train.py", *job("flux", tmp_path / "more", *flags, "--optimizer.lr=0"))
     assert again.code == 0 and "resumed at step 1" in again.out and "started from" not in again.out, again.err
     other = run_script("train.py", *job("flux", tmp_path / "more", *base, "--optimizer.lr=0"))
     assert other.code == 2 and "checkpoint.initial_load_path" in other.err
 
 
-def test_a_file_with_fewer_layers_leaves_the_others_at_zero(run_script: RunScript, tmp_path: Path) -> None:
-    assert run_script("train.py", *job("sd3", tmp_path / "first", "--lora.rank=2")).code == 0
-    path = tmp_path / "all.safetensors"
-    assert run_script("torchditan", "export_lora", tmp_path / "first", path).code == 0
-    # A run continues where its LoRA lies elsewhere, or was exported since: it is known by its matrices.
-    known, file = identity_of(str(tmp_path / "first")), identity_of(str(path))
-    assert known is not None and known == file and identity_of(str(tmp_path / "gone")) is None
-    key, there = "checkpoint.initial_load_path", {"checkpoint.initial_load_path": "a", INITIAL_WEIGHTS: known}
-    assert differences(there, {key: "b", INITIAL_WEIGHTS: file}) == []
-    assert len(differences(there, {key: "b", INITIAL_WEIGHTS: None})) == 1
-    part = change(path, to=tmp_path / "part.safetensors", keep=lambda name: ".to_q." in name)
-    flags = ["--lora.rank=2", *AS_IT_IS, f"--checkpoint.initial_load_path={part}"]
-    outcome = run_script("train.py", *job("sd3", tmp_path / "more", *flags))
-    found, expected = update(tmp_path / "more"), update(tmp_path / "first")
+def test_a_file_with_fewer_layers_leaves_the_others_at_zero(first: Path, tmp_path: Path) -> None:
+    path = exported(first, tmp_path / "all.safetensors")
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    part = tmp_path / "part.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if ".to_q." in name}, part, metadata)
+    model, said = started(first, part)
+    found, expected = update(model), update(opened(first).model)
     others = [name for name in found if not name.endswith(".to_q")]
-    assert f"{len(others)} of {len(found)} layers" in outcome.out
+    assert f"{len(others)} of {len(found)} layers" in said
     assert all(not found[name].any() for name in others)
     for name in found.keys() - others:
         assert found[name].any() and torch.allclose(found[name], expected[name], atol=1e-7)
 
 
-def test_a_file_with_more_layers_names_the_option_that_adds_them(run_script: RunScript, tmp_path: Path) -> None:
-    more = ["--lora.target_modules", "to_q", "ff.net.2", "pos_embed.proj", "norm1.linear"]
-    assert run_script("train.py", *job("sd3", tmp_path / "first", "--lora.rank=2", *more)).code == 0
-    path = tmp_path / "more.safetensors"
-    assert run_script("torchditan", "export_lora", tmp_path / "first", path, "--format=kohya").code == 0
-    start = ["--lora.rank=2", *AS_IT_IS, f"--checkpoint.initial_load_path={path}"]
-    outcome = run_script("train.py", *job("sd3", tmp_path / "second", *start))
-    assert outcome.code == 2
-    assert_refused(outcome.err, f'checkpoint.initial_load_path = "{path}"', ["--lora.target_modules", "ff.net.2"])
-    option = shlex.split(re.search("--lora.target_modules .*", outcome.err).group())
-    outcome = run_script("train.py", *job("sd3", tmp_path / "third", *start, *option))
-    assert outcome.code == 0, outcome.err
-    found, expected = update(tmp_path / "third"), update(tmp_path / "first")
+def edited(first: Path, run: Path, section: str, **options: Any) -> Path:
+    """A copy of the run whose configuration has other options."""
+    content = json.loads((shutil.copytree(first, run) / "config.json").read_text())
+    content["config"][section] |= options
+    (run / "config.json").write_text(json.dumps(content))
+    return run
+
+
+def test_a_file_with_more_layers_names_the_option_that_adds_them(first: Path, tmp_path: Path) -> None:
+    path = exported(first, tmp_path / "more.safetensors", "kohya")
+    only = {"lora.target_modules": ["norm.linear", "attn.to_q"]}
+    with pytest.raises(ConfigError) as caught:
+        started(first, path, **only)
+    assert_refused(str(caught.value), f'checkpoint.initial_load_path = "{path}"', ["attn.to_k"])
+    suggestion = re.search("--lora.target_modules (.*)", str(caught.value))
+    assert suggestion is not None
+    model, _ = started(first, path, **{"lora.target_modules": shlex.split(suggestion[1])})
+    found, expected = update(model), update(opened(first).model)
     assert found.keys() > expected.keys()
     for name, value in found.items():
         assert torch.allclose(value, expected.get(name, torch.zeros(1)), atol=1e-6), name
 
 
-REFUSED = [
-    ("lora", ["--lora.rank=3"], ["rank 2", "lora.rank", "--lora.rank 2"]),
-    ("lora_kohya.safetensors", ["--lora.rank=1"], ["rank 2", "lora.rank", "--lora.rank 2"]),
-    ("mixed.safetensors", ["--lora.rank=2"], ["ranks", "lora.rank"]),
-    ("lora", ["--lora.rank=2", "--model.overrides", "num_attention_heads=4"], ["another model"]),
-    ("flux", ["--lora.rank=2"], ["another model", "model.name", "flux", "sd3"]),
-    ("flux_diffusers.safetensors", ["--lora.rank=2"], ["another model", "flux", "sd3"]),
-    ("flux_kohya.safetensors", ["--lora.rank=2"], ["another model"]),
-    ("lora", [], ["--lora.rank"]),
-    ("all", ["--lora.rank=2"], ["--model.path"]),
+REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("lora", {"lora.rank": 3}, ["rank 2", "lora.rank", "--lora.rank 2"]),
+    ("kohya.safetensors", {"lora.rank": 1}, ["rank 2", "lora.rank", "--lora.rank 2"]),
+    ("mixed.safetensors", {}, ["ranks", "lora.rank"]),
+    ("lora", {"model.path": None, "model.overrides": ["num_attention_heads=4"]}, ["another model"]),
+    ("of sd3", {}, ["another model", "model.name", "flux", "sd3"]),
+    ("of_sd3.safetensors", {}, ["another model", "flux", "sd3"]),
+    ("kohya_of_sd3.safetensors", {}, ["another model"]),
+    ("lora", {"lora.rank": 0, "lora.alpha": None}, ["--lora.rank"]),
+    ("digits", {}, ["--model.path"]),
 ]
 
 
-def test_what_does_not_fit_is_refused_in_one_line(run_script: RunScript, tmp_path: Path) -> None:
-    assert run_script("train.py", *job("sd3", tmp_path / "all")).code == 0
-    for name, model in (("lora", "sd3"), ("flux", "flux")):
-        assert run_script("train.py", *job(model, tmp_path / name, "--lora.rank=2")).code == 0
-        for format in ("diffusers", "kohya"):
-            file = tmp_path / f"{name}_{format}.safetensors"
-            assert run_script("torchditan", "export_lora", tmp_path / name, file, f"--format={format}").code == 0
+def test_what_does_not_fit_is_refused_in_one_line(first: Path, zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "lora").symlink_to(first)
+    (tmp_path / "digits").symlink_to(zoo("digits"))
+    exported(first, tmp_path / "kohya.safetensors", "kohya")
+    edited(first, tmp_path / "of sd3", "model", name="sd3")
+    tensors = load_file(exported(first, tmp_path / "diffusers.safetensors"))
+    save_file(tensors, tmp_path / "of_sd3.safetensors", {"model": "sd3"})
     layer = "transformer.transformer_blocks.0.attn.to_q"
-    tensors = load_file(tmp_path / "lora_diffusers.safetensors")
     for part in ("lora_A", "lora_B"):
         tensors[f"{layer}.{part}.weight"] = torch.ones({"lora_A": (3, 64), "lora_B": (64, 3)}[part])
     save_file(tensors, tmp_path / "mixed.safetensors")
-    for source, flags, mentions in REFUSED:
-        flags = [*AS_IT_IS, f"--checkpoint.initial_load_path={tmp_path / source}", *flags]
-        outcome = run_script("train.py", *job("sd3", tmp_path / "run", *flags))
-        assert outcome.code == 2, source
-        assert_refused(outcome.err, f'checkpoint.initial_load_path = "{tmp_path / source}"', mentions)
+    layer = "lora_unet_joint_blocks_0_x_block_attn2_proj"
+    sd3 = {f"{layer}.lora_down.weight": torch.ones(2, 64), f"{layer}.lora_up.weight": torch.ones(64, 2)}
+    save_file(sd3, tmp_path / "kohya_of_sd3.safetensors")
+    for source, options, mentions in REFUSED:
+        with refused(f'checkpoint.initial_load_path = "{tmp_path / source}"', *mentions):
+            started(first, tmp_path / source, **options)
 
 
 @pytest.mark.slow

@@ -5,229 +5,166 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from refusals import assert_refused
+from refusals import refused
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 import diffusers
 import tiny_pipelines
-from test_finetune import flags as job_of_captions
-from test_finetune import write_balls
-from test_whole_path import assert_same, job, opened, random_condition
+from test_whole_path import assert_same
 
+from torchditan.checkpoint.weights import Weights
+from torchditan.config.loader import build_config, from_dict, to_dict
 from torchditan.extras.published.families import family
+from torchditan.extras.published.resolutions import published_options
+from torchditan.extras.weights.diffusers_export import export_to_diffusers
+from torchditan.extras.weights.opening import open_model
+from torchditan.extras.weights.trained_model import stored_spec
+from torchditan.models import model_spec_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Outcome, RunScript
+    from tests.zoo import Zoo
 
 PIPELINES = {
-    "flux": tiny_pipelines.flux,
-    "sd3": tiny_pipelines.sd3,
-    "sdxl": tiny_pipelines.sdxl,
-    "wan": tiny_pipelines.wan,
-    "wan, from an image": lambda: tiny_pipelines.wan(from_image=True),
+    "flux/debugmodel": tiny_pipelines.flux,
+    "sd3/debugmodel": tiny_pipelines.sd3,
+    "sdxl/debugmodel": tiny_pipelines.sdxl,
+    "wan/debugmodel": tiny_pipelines.wan,
+    "wan/debugmodel-i2v": lambda: tiny_pipelines.wan(from_image=True),
 }
 
-Export = Callable[..., "Outcome"]
 
-
-@pytest.fixture
-def export(run_script: RunScript, tmp_path: Path) -> Export:
-    """`export("run", "out", "--weights=raw")` in `tmp_path`."""
-    return lambda *arguments: run_script("torchditan", "export", *arguments, "--format=diffusers")
-
-
-def fine_tune(run_script: RunScript, run: Path, name: str, pipeline: object, *flags: str) -> Path:
-    """Two steps on random latents."""
-    outcome = run_script("train.py", *job(name.partition(",")[0], run, f"--model.path={pipeline}", *flags))
-    assert outcome.code == 0, outcome.err
-    return run
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kept")
-
-
-@pytest.fixture
-def flux(kept: Path, run_script: RunScript) -> tuple[Path, Path]:
-    """A tiny pipeline and a fine-tune of it, made once: tests only read them."""
-    base, run = kept / "base", kept / "run"
-    if not run.exists():
-        fine_tune(run_script, run, "flux", tiny_pipelines.save(tiny_pipelines.flux(), base))
-    return base, run
-
-
-@pytest.fixture
-def flux_alone(kept: Path, run_script: RunScript) -> Path:
-    """A run from random weights, made once: tests only read it."""
-    run = kept / "alone"
-    return run if run.exists() else fine_tune(run_script, run, "flux", "none")
-
-
-def predict_as_ours(run: Path, transformer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a run's model predicts, and what diffusers' transformer does in its place."""
-    trained = opened(run)
-    cond = trained.spec.conditioning.from_batch({"index": torch.arange(2), **random_condition(trained)})
-    x_t, t = torch.randn(2, *trained.sample_shape), torch.tensor([0.25, 0.5])
+def fine_tuned(name: str, base: Path | None, **options: Any) -> Weights:
+    """Weights of a run on a pipeline that differ from those of the pipeline."""
+    places = {"model.path": None if base is None else str(base), "training.mixed_precision_param": "float32"}
+    config = build_config({**published_options(name, None), **places, **options})
+    data = config.dataset
+    size = [*([] if data.num_frames is None else [data.num_frames]), *(data.image_size or ())]
+    spec = model_spec_of(config, sample_shape=(config.model.input_channels or 0, *size), num_classes=0)
+    config = config.replace({"model.sample_size": size})
+    model: Any = spec.build().to_empty(device="cpu")
+    model.init_weights(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        ours = trained.model(x_t, t, cond)
-        trained.model.transformer = transformer.eval().requires_grad_(False)  # which decides how torch multiplies
-        return ours, trained.model(x_t, t, cond)
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    return Weights.of(Path("run"), tensors, config=to_dict(config), step=7, images_seen=70, kind="ema")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "sdxl" else ()) for name in PIPELINES]
-)
-def test_the_stock_pipeline_opens_the_folder_and_predicts_the_same(
-    name: str, run_script: RunScript, export: Export, tmp_path: Path
-) -> None:
-    base = tiny_pipelines.save(PIPELINES[name](), tmp_path / "base")
-    flags = ["--model.flavor=debugmodel-i2v"] if "image" in name else []
-    run, cls = fine_tune(run_script, tmp_path / "run", name, base, *flags), family(name.partition(",")[0])
-    outcome = export(run, tmp_path / "out")
-    assert (outcome.code, outcome.err) == (0, "")
-    class_name = json.loads((base / "model_index.json").read_text())["_class_name"]
-    opens = f'{class_name}.from_pretrained("{tmp_path / "out"}")'
-    assert f"in diffusers: {opens}\n" in outcome.out
-    pipeline = eval(f"diffusers.{opens}")
-    before, after = (folder_of(pipeline_folder) for pipeline_folder in (base, tmp_path / "out"))
-    assert before.keys() == after.keys()
-    changed = {name for name, content in before.items() if after[name] != content}
-    assert changed <= {f"{cls.subfolder}/{file}" for file in ("config.json", "diffusion_pytorch_model.safetensors")}
-    ours, theirs = predict_as_ours(run, getattr(pipeline, cls.subfolder))
+def assert_same_predictions(weights: Weights, transformer: torch.nn.Module) -> None:
+    """Of our model, and of diffusers' transformer in its place."""
+    spec = stored_spec(from_dict(weights.config or {}))
+    model: Any = spec.build().to_empty(device="cpu")
+    model.init_weights(0)
+    x_t, t, cond = spec.example_inputs(2)
+    x_t, t = torch.randn(x_t.shape), torch.tensor([0.25, 0.5])
+    cond = {key: torch.randn(value.shape) if value.is_floating_point() else value for key, value in cond.items()}
+    with torch.no_grad():
+        untrained = model(x_t, t, cond)
+        weights.fill(model)
+        ours = model(x_t, t, cond)
+        model.transformer = transformer.eval()
+        theirs = model(x_t, t, cond)
+    assert not torch.allclose(untrained, ours, atol=1e-3)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)  # memory alignment decides how torch multiplies
-    with torch.no_grad():
-        untrained = getattr(diffusers.DiffusionPipeline.from_pretrained(base), cls.subfolder)
-        assert not torch.allclose(predict_as_ours(run, untrained)[1], ours, atol=1e-3)
+
+
+def export(weights: Weights, folder: Path) -> Any:
+    return export_to_diffusers(weights, folder, dtype=torch.float32)
 
 
 def folder_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_averaged_or_raw_weights_of_a_step_in_float32_or_bfloat16(
-    flux: tuple[Path, Path], run_script: RunScript, export: Export, tmp_path: Path
-) -> None:
-    base, run = flux
-    file = "transformer/diffusion_pytorch_model.safetensors"
-    for number, flags in enumerate([["--weights=raw"], ["--weights=ema"], ["--step=1"], ["--dtype=bfloat16"]]):
-        assert export(run, f"out{number}", *flags).code == 0
-        assert run_script("torchditan", "export", run, f"file{number}.safetensors", *flags).code == 0
-        weights = load_file(tmp_path / f"file{number}.safetensors")
-        expected = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
-        assert_same(load_file(tmp_path / f"out{number}" / file), expected)
-    with safe_open(tmp_path / "out2" / file, framework="pt") as opened_file:
-        assert opened_file.metadata() == {"format": "pt", "base": str(base), "step": "1", "weights": "ema"}
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_stock_pipeline_opens_the_folder_and_predicts_the_same(name: str, tmp_path: Path) -> None:
+    base, cls = tiny_pipelines.save(PIPELINES[name](), tmp_path / "base"), family(name.partition("/")[0])
+    weights = fine_tuned(name, base)
+    exported = export(weights, tmp_path / "out")
+    class_name = json.loads((base / "model_index.json").read_text())["_class_name"]
+    assert exported.how_to_open == f'{class_name}.from_pretrained("{tmp_path / "out"}")' and exported.left_out is None
+    pipeline = eval(f"diffusers.{exported.how_to_open}")
+    before, after = (folder_of(pipeline_folder) for pipeline_folder in (base, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    changed = {name for name, content in before.items() if after[name] != content}
+    assert changed <= {f"{cls.subfolder}/{file}" for file in ("config.json", "diffusion_pytorch_model.safetensors")}
+    assert_same_predictions(weights, getattr(pipeline, cls.subfolder))
 
 
-@pytest.mark.parametrize("base", ["no pipeline", "transformer alone", "incomplete", "another"])
+@pytest.fixture(scope="module")
+def base(zoo: Zoo) -> Path:
+    """A FLUX pipeline, which tests only read."""
+    return zoo("flux lora").parent / "inputs/pipeline"
+
+
+@pytest.fixture(scope="module")
+def flux(base: Path) -> Weights:
+    return fine_tuned("flux/debugmodel", base)
+
+
+def with_options(weights: Weights, **options: Any) -> Weights:
+    return replace(weights, config=to_dict(from_dict(weights.config or {}).replace(options)))
+
+
+def test_the_file_has_its_origin_and_may_be_bfloat16(flux: Weights, base: Path, tmp_path: Path) -> None:
+    export_to_diffusers(flux, tmp_path / "out", dtype=torch.bfloat16)
+    file = tmp_path / "out/transformer/diffusion_pytorch_model.safetensors"
+    expected = {name.removeprefix("transformer."): value.bfloat16() for name, value in flux.tensors().items()}
+    assert_same(load_file(file), expected)
+    with safe_open(file, framework="pt") as opened_file:
+        assert opened_file.metadata() == {"format": "pt", "base": str(base), "step": "7", "weights": "ema"}
+
+
+@pytest.mark.parametrize("case", ["no pipeline", "transformer alone", "incomplete", "another"])
 def test_without_the_other_parts_it_is_the_transformer_alone(
-    base: str, run_script: RunScript, export: Export, tmp_path: Path
+    case: str, flux: Weights, base: Path, tmp_path: Path
 ) -> None:
-    saved = tiny_pipelines.save(tiny_pipelines.flux(), tmp_path / "base")
-    flags, why = [], "has no model_index.json"
-    if base == "no pipeline":
-        saved, why = "none", "started from random weights"
-    elif base == "transformer alone":
-        saved = saved / "transformer"
-    elif base == "incomplete":
-        shutil.rmtree(saved / "tokenizer_2")
-        why = "has no tokenizer_2/"
-    else:
-        other = tiny_pipelines.save(tiny_pipelines.sd3(), tmp_path / "other")
-        flags, why = [f"--text_encoder.path={other}"], "is a StableDiffusion3Pipeline"
-    run = fine_tune(run_script, tmp_path / "run", "flux", saved, *flags)
-    outcome = export(run, tmp_path / "out")
-    assert outcome.code == 0, outcome.err
+    options: dict[str, Any] = {"model.path": str(base / "transformer")}
+    why = "has no model_index.json"
+    if case == "no pipeline":
+        options, why = {"model.path": None}, "started from random weights"
+    elif case == "incomplete":
+        incomplete = shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer_2"))
+        options, why = {"model.path": str(incomplete)}, "has no tokenizer_2/"
+    elif case == "another":
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other/model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+        options, why = {"text_encoder.path": str(tmp_path / "other")}, "is a StableDiffusion3Pipeline"
+    exported = export(with_options(flux, **options), tmp_path / "out")
+    assert exported.left_out is not None and why in exported.left_out
     call = f'transformer=FluxTransformer2DModel.from_pretrained("{tmp_path / "out"}")'
-    assert call in outcome.out and "(the transformer alone: " in outcome.out and why in outcome.out
-    transformer = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "out")
-    ours, theirs = predict_as_ours(run, transformer)
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
-    whole = tmp_path / "base"
-    if base == "transformer alone":
-        assert diffusers.FluxPipeline.from_pretrained(whole, transformer=transformer).transformer is transformer
+    assert call in exported.how_to_open
+    if case == "transformer alone":
+        transformer = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "out")
+        assert diffusers.FluxPipeline.from_pretrained(base, transformer=transformer).transformer is transformer
+        assert_same_predictions(flux, transformer)
 
 
-def test_the_autoencoder_is_the_one_of_the_run(run_script: RunScript, export: Export, tmp_path: Path) -> None:
-    base = tiny_pipelines.save(tiny_pipelines.flux(), tmp_path / "base")
-    other = tiny_pipelines.save(tiny_pipelines.flux(seed=1), tmp_path / "other") / "vae"
-    options = {"training.steps": 1, "autoencoder.path": other, "autoencoder.name": "diffusers"}
-    run = tmp_path / "out/run"
-    assert (
-        run_script(
-            "train.py", *job_of_captions("flux", base, write_balls(tmp_path / "balls"), run.parent, **options)
-        ).code
-        == 0
-    )
-    assert export(run, "exported").code == 0
-    assert folder_of(tmp_path / "exported/vae") == folder_of(other) != folder_of(base / "vae")
+def test_the_autoencoder_is_the_one_of_the_run(flux: Weights, base: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other/vae"
+    tiny_pipelines.vae().save_pretrained(other)
+    options = {"autoencoder.path": str(other), "autoencoder.name": "diffusers"}
+    export(with_options(flux, **options), tmp_path / "out")
+    assert folder_of(tmp_path / "out/vae") == folder_of(other) != folder_of(base / "vae")
 
 
-def test_the_folder_is_what_a_new_run_fine_tunes(run_script: RunScript, export: Export, tmp_path: Path) -> None:
-    base = tiny_pipelines.save(tiny_pipelines.sd3(), tmp_path / "base")
-    run = fine_tune(run_script, tmp_path / "run", "sd3", base)
-    assert export(run, "out").code == 0
-    again = fine_tune(run_script, tmp_path / "again", "sd3", tmp_path / "out", "--optimizer.lr=0", "--training.steps=1")
-    assert_same(opened(again).model.state_dict(), opened(run).model.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["{run}", "{exists}"], ["exists", "choose another name"]),
-        (["{run}", "{exists}/file/new"], ["cannot be written"]),
-    ],
-)
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    arguments: list[str], parts: list[str], flux_alone: Path, export: Export, tmp_path: Path
-) -> None:
-    run = flux_alone
-    (tmp_path / "exists").mkdir()
-    (tmp_path / "exists/file").touch()
-    before = sorted([*tmp_path.rglob("*"), *run.rglob("*")])
-    outcome = export(*(argument.format(run=run, exists=tmp_path / "exists") for argument in arguments))
-    assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome.err
-    assert [part for part in parts if part not in outcome.err] == []
-    assert sorted([*tmp_path.rglob("*"), *run.rglob("*")]) == before
-
-
-def test_our_own_models_are_named_with_the_format_that_is_right(
-    run_script: RunScript, export: Export, tmp_path: Path
-) -> None:
-    assert run_script("train.py", *job("dit", tmp_path / "run")).code == 0
-    outcome = export(tmp_path / "run", "new")
-    assert outcome.code == 2 and '--format = "diffusers"' in outcome.err and "must be torchditan" in outcome.err
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_lora_is_exported_by_its_own_script(run_script: RunScript, export: Export, tmp_path: Path) -> None:
-    run = fine_tune(run_script, tmp_path / "run", "flux", "none", "--lora.rank=2")
-    before = sorted(tmp_path.rglob("*"))
-    for outcome in (run_script("torchditan", "export", run, tmp_path / "file.safetensors"), export(run, "new")):
-        assert outcome.code == 2
-        assert_refused(outcome.err, f'RUN = "{run}"', ["LoRA", "torchditan export_lora RUN OUT.safetensors"])
-        assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_full_disk_leaves_no_folder(
-    flux_alone: Path, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("torchditan.extras.weights.pipeline_export.write_weights", fail)
-    outcome = export(flux_alone, tmp_path / "out")
-    assert outcome.code == 2 and "No space left on device" in outcome.err
-    assert list(tmp_path.iterdir()) == []
+def test_a_folder_that_cannot_be_created_and_a_lora_are_refused(flux: Weights, zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with refused(str(tmp_path), "exists", "another name"):
+        export(flux, tmp_path)
+    with refused(str(tmp_path / "file/new"), "cannot be written"):
+        export(flux, tmp_path / "file/new")
+    with refused(f'RUN = "{zoo("flux lora")}"', "LoRA", "torchditan export_lora RUN OUT.safetensors"):
+        open_model(zoo("flux lora"))
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -121,10 +121,8 @@ def test_impossible_resolutions_are_left_out_with_a_line_unless_they_are_exclude
     ("old", "new", "message"),
     [
         ('"flux/debugmodel"', '"flux/FLUX.1-def"', "did you mean flux/FLUX.1-dev?"),
-        ("[0, 0.5]", "[2]", "activation_checkpoint.fraction = 2.0: must be a number, between 0 and 1"),
         ("[0, 0.5]", "[0]\nresolution = ['512']", 'resolution = "512": must be HEIGHTxWIDTH in pixels'),
         ("[0, 0.5]", "[0]\nresolution = ['60x64']", 'resolution = "60x64": height and width must be multiples of 8'),
-        ("[0, 0.5]", "[0]\nmodel.flavor = ['debugmodel']", "Cannot mutate immutable namespace"),
         ("[0, 0.5]", "[0]\ndataset.image_size = [[8, 8]]", "axes: dataset.image_size is set by model; use that"),
         ("[0, 0.5]", "[0]\nactivation_checkpoint.mode = ['full']", "is set by checkpoint_fraction; use that"),
         ('model = ["flux/debugmodel", "wan/debugmodel"]', "resolution = ['64x64']", "needs a published model"),
@@ -142,15 +140,3 @@ def test_frames_must_be_one_and_a_multiple() -> None:
         published_options("wan/Wan2.1-T2V-1.3B", "480x832x80")
     with pytest.raises(ConfigError, match=r"videos: .*HEIGHTxWIDTHxFRAMES"):
         published_options("mochi/Mochi-1", "480x848")
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "devices"),
-    [("published_models", 543, 8), ("flux_benchmark", 14, 8), ("published_debug", 10, 2), ("convergence", 12, 1)],
-)
-def test_the_benchmarks_grids_have_the_runs_they_say(name: str, count: int, devices: int) -> None:
-    runs = load_grid(name).runs()
-    assert (len(runs), len({run.name for run in runs})) == (count, count)
-    assert {run.num_devices for run in runs} == {devices}
-    assert all(run.name.encode() == run.name.encode("ascii") and "/" not in run.name for run in runs)
-    assert all(run.config.model.path is None for run in runs)

@@ -7,15 +7,13 @@ import json
 import os
 import shutil
 import socket
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny_runs
 import torch
 from cards import card
-from random_dit import random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -39,6 +37,7 @@ from torchditan.sampling.drawing import sampling_settings
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunAlone, RunScript
+    from tests.zoo import Zoo
 
 FEW = ["--sampling.num_steps=2", "--sampling.images_per_class=1", "--sampling.max_classes=3"]
 SECRETS = {
@@ -138,25 +137,15 @@ def test_a_shared_configuration_has_no_places_and_no_free_text() -> None:
 
 def test_a_shared_configuration_has_what_draws_and_continues() -> None:
     values = {
-        "model.name": "sd3",
-        "model.flavor": "SD3-medium",
         "model.path": "stabilityai/stable-diffusion-3-medium-diffusers",
         "model.overrides": ["num_layers=3"],
         "dataset.dataset_name": "my_lab.data:Birds folder=3",
         "dataset.image_size": [64, 32],
-        "dataset.num_classes": 7,
-        "dataset.fingerprint": "paths-0123456789abcdef",
-        "autoencoder.name": "sd-vae",
         "autoencoder.path": "stabilityai/sd-vae-ft-ema",
         "autoencoder.fingerprint": "diffusers-0123456789abcdef",
-        "autoencoder.shift": [0.5],
-        "diffusion.objective": "ddpm",
         "diffusion.ingredients": ["my_lab.losses:Extra weight=0.1"],
         "sampling.sampler": "heun",
         "sampling.guidance_scale": 3.5,
-        "optimizer.lr": 0.003,
-        "lr_scheduler.schedule": "wsd power=2",
-        "training.steps": 77,
         "ema.decay": 0.99,
     }
     assert values.keys() <= set(SHARED)
@@ -209,14 +198,6 @@ def test_a_shared_folder_and_its_file_are_evaluated_and_exported(
     assert cards_of_run(folder) == []  # a run of this name that begins later does not count them
 
 
-def test_training_starts_from_a_shared_folder(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
-    flags = tiny_runs.job(tmp_path / "more", "--training.steps=1", f"--checkpoint.initial_load_path={digits}")
-    trained = run_script("train.py", *flags)
-    assert trained.code == 0 and f"weights of {digits}, step 2 (ema)" in trained.out
-    flags = tiny_runs.job(tmp_path / "other", "--model.patch_size=1", f"--checkpoint.initial_load_path={digits}")
-    assert "holds another model" in refused(run_script("train.py", *flags))
-
-
 def test_a_shipped_model_is_opened_by_its_name_unless_a_path_has_it(
     digits: Path, run: Path, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +238,6 @@ def test_the_model_that_ships_draws_its_classes_and_has_a_card(
     ("damage", "right"),
     [
         ("flip", "damaged: the SHA-256 of model.safetensors differs"),
-        ("truncate", "damaged: the SHA-256 of model.safetensors differs"),
         ("delete", "incomplete: model.safetensors is missing"),
         ("link", "refused: model.safetensors is a link to another folder"),
         ("linked config", "refused: config.json is a link to another folder"),
@@ -265,14 +245,12 @@ def test_the_model_that_ships_draws_its_classes_and_has_a_card(
         ("newer", "has version 2, possibly of a newer TorchDiTan"),
     ],
 )
-def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right: str, run_script: RunScript) -> None:
+def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right: str) -> None:
     weights = copied / "model.safetensors"
     content = bytearray(weights.read_bytes())
     if damage == "flip":
         content[-9] ^= 1
         weights.write_bytes(content)
-    elif damage == "truncate":
-        weights.write_bytes(content[:-1])
     elif damage == "delete":
         weights.unlink()
     elif damage == "link":
@@ -289,129 +267,89 @@ def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right
             metadata = file.metadata()
         save_file(load_file(weights), weights, {**metadata, "version": "2"})
         seal(copied)
-    line = refused(run_script("torchditan", "generate", copied))
-    assert right in line and str(copied) in line
-    with pytest.raises(ConfigError, match="copied"):
+    with pytest.raises(ConfigError, match=right) as caught:
         load(copied)
+    assert str(copied) in str(caught.value)
 
 
-def test_a_folder_that_is_no_model_and_weights_of_another_architecture_are_refused(
-    copied: Path, tmp_path: Path, run_script: RunScript
-) -> None:
-    (tmp_path / "empty").mkdir()
-    assert "is not a run directory: it has no config.json" in refused(run_script("torchditan", "generate", "empty"))
-    (tmp_path / "empty/README.md").write_text("# a card")
-    assert "no config.json" in refused(run_script("torchditan", "generate", "empty"))
-    with safe_open(copied / "model.safetensors", framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(copied / "model.safetensors")
-    tensors["blocks.0.more"] = torch.zeros(3)
-    save_file(tensors, copied / "model.safetensors", metadata)
-    seal(copied)
-    assert "holds another model" in refused(run_script("torchditan", "generate", copied))
-    assert not (tmp_path / "outputs").exists()
-
-
-def test_the_card_has_the_figures_of_the_same_step(run: Path, tmp_path: Path, run_script: RunScript) -> None:
+def test_the_card_has_the_figures_of_the_same_step_weights_and_sampling_options(run: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(run, tmp_path / "run"))
     own = sampling_settings(from_dict(read_config(copied)["config"]).sampling)
-    write_card(copied / "evaluation/other", card(step=600, num_samples=1234, sampling=own))
-    write_card(copied / "evaluation/raw", card(step=2, weights="raw", num_samples=1234, sampling=own))
+
+    def card_md(name: str) -> str:
+        share(copied, tmp_path / name, statements=Statements(), with_samples=False)
+        assert not (tmp_path / name / "samples.png").exists()
+        return (tmp_path / name / "README.md").read_text()
+
+    others: dict[str, dict[str, Any]] = {"step": {"step": 600}, "raw": {"weights": "raw"}}
+    for name, value in (("guidance_interval", [0.0, 0.5]), ("num_steps", 3), ("negative_prompt", "blurry")):
+        others[name] = {"sampling": {**own, name: value}}
+    for name, changes in others.items():
+        write_card(copied / f"evaluation/{name}", card(**{"step": 2, "num_samples": 1234, "sampling": own, **changes}))
+    text = card_md("none")
+    assert "torchditan evaluate" in text and "1,234" not in text and "95% interval" not in text
+
     with (copied / "metrics.jsonl").open("a") as file:  # two steps later, after the weights were saved
         file.write(json.dumps({"step": 4, "elapsed_s": 9 * 3600}) + "\n")
     write_card(copied / "evaluation/this", card(step=2, created="2020-01-01T00:00:00+00:00", sampling=own))
-    done = run_script("torchditan", "share", copied, "shared", "--without_samples")
-    assert done.code == 0 and "outputs/quickstart" not in (tmp_path / "shared/README.md").read_text()
-    text = (tmp_path / "shared/README.md").read_text()
+    text = card_md("shared")
     assert "95% interval" in text and "samples.png" not in text and "3 x 2,600 samples" in text and "1,234" not in text
-    assert "- time:" in text and "9.0 hours" not in text
-    assert not (tmp_path / "shared/samples.png").exists()
-
-
-def test_the_card_quotes_only_an_evaluation_with_the_sampling_options_of_the_run(
-    run: Path, tmp_path: Path, run_script: RunScript
-) -> None:
-    copied = Path(shutil.copytree(run, tmp_path / "run"))
-    few = ["--num_samples=8", "--batch_size=8", "--metrics=classifier", "--epochs=1"]
-    done = run_script("torchditan", "evaluate", copied, *few, "--out=run/evaluation/own")
-    assert done.code == 0, done.err
-    own = read_card(copied / "evaluation/own")
-    for name, value in (("guidance_interval", [0.0, 0.5]), ("num_steps", 3), ("negative_prompt", "blurry")):
-        newer = replace(own, sampling={**own.sampling, name: value}, created="2999-01-01T00:00:00+00:00")
-        write_card(copied / f"evaluation/{name}", replace(newer, num_samples=1234))
-    assert run_script("torchditan", "share", copied, "shared", "--without_samples").code == 0
-    text = (tmp_path / "shared/README.md").read_text()
-    assert "accuracy_generated" in text and "8 samples" in text and "1,234" not in text
+    assert "- time:" in text and "9.0 hours" not in text and "outputs/quickstart" not in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
     stated = {name.strip("`"): value for name, value in rows}
-    assert {f"sampling.{name}" for name in own.sampling} <= stated.keys() and "guidance_interval" in own.sampling
-    assert (stated["sampling.num_steps"], stated["weights"], stated["seeds"]) == ("2", "ema", "1")
+    assert {f"sampling.{name}" for name in own} <= stated.keys() and "guidance_interval" in own
+    assert (stated["sampling.num_steps"], stated["weights"]) == ("2", "ema")
     (tags,) = (json.loads(line.removeprefix("tags:")) for line in text.splitlines() if line.startswith("tags:"))
     assert tags == ["diffusion-transformer", "unconditional-image-generation", "digits"]
-
-    shutil.rmtree(copied / "evaluation/own")
-    done = run_script("torchditan", "share", copied, "none", "--without_samples")
-    assert done.code == 0 and "torchditan evaluate" in done.out + done.err
-    text = (tmp_path / "none/README.md").read_text()
-    assert "torchditan evaluate" in text and "accuracy_generated" not in text and "1,234" not in text
 
 
 def test_mistakes_in_sharing_are_one_line(run: Path, tmp_path: Path, run_script: RunScript) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").touch()
     assert "exists; choose another name" in refused(run_script("torchditan", "share", run, "mine"))
-    line = refused(run_script("torchditan", "share", run, "mine", "--overwrite"))
-    assert "exists" in line and (tmp_path / "mine/thesis.tex").exists()
+    assert "exists" in refused(run_script("torchditan", "share", run, "mine", "--overwrite"))
+    assert (tmp_path / "mine/thesis.tex").exists()
     assert "does not exist" in refused(run_script("torchditan", "share", "nothing", "x"))
     assert not (tmp_path / "x").exists()
-    assert run_script("torchditan", "share", run, "x", "--without_samples", "--dtype=bfloat16").code == 0
-    assert run_script("torchditan", "share", run, "x", "--without_samples", "--overwrite").code == 0
+    for flags in (["--dtype=bfloat16"], ["--overwrite"]):
+        assert run_script("torchditan", "share", run, "x", "--without_samples", *flags).code == 0
 
 
-@pytest.mark.parametrize("kind", ["run", "checkpoint", "checkpoint alone", "file", "shared folder"])
-def test_every_address_is_loaded_shared_and_trained_from(
-    kind: str, digits: Path, run: Path, tmp_path: Path, run_script: RunScript
-) -> None:
+def test_every_address_is_loaded_and_shared(digits: Path, run: Path, tmp_path: Path) -> None:
     places = {"run": run, "checkpoint": run / "hidden-checkpoints/step-00000002", "shared folder": digits}
     places["checkpoint alone"] = Path(shutil.copytree(places["checkpoint"], tmp_path / "alone/step-00000002"))
     places["file"] = tmp_path / "weights.safetensors"
     save_weights(places["file"], open_weights(run), dtype=torch.float32)
-    found, expected = open_weights(places[kind]), open_weights(run)
-    assert (found.step, found.images_seen, found.kind) == (2, 16, "ema")
-    assert found.shapes == expected.shapes
-    assert torch.equal(load(places[kind]).sample(classes=[3]), load(run).sample(classes=[3]))
-    share(places[kind], tmp_path / "again", statements=Statements(), with_samples=False)
-    theirs, ours = (load_file(folder / "model.safetensors") for folder in (digits, tmp_path / "again"))
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-    assert not any(word in path.read_bytes() for word in HIDDEN for path in (tmp_path / "again").iterdir())
-    begun = tiny_runs.job(tmp_path / "new", "--training.steps=1", f"--checkpoint.initial_load_path={places[kind]}")
-    assert f"weights of {places[kind]}, step 2 (ema)" in run_script("train.py", *begun).out
+    expected, pictures = open_weights(run), load(run).sample(classes=[3])
+    theirs = load_file(digits / "model.safetensors")
+    for kind, place in places.items():
+        found = open_weights(place)
+        assert (found.step, found.images_seen, found.kind) == (2, 16, "ema")
+        assert found.shapes == expected.shapes
+        assert torch.equal(load(place).sample(classes=[3]), pictures), kind
+        share(place, tmp_path / kind, statements=Statements(), with_samples=False)
+        ours = load_file(tmp_path / kind / "model.safetensors")
+        assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert not any(word in path.read_bytes() for word in HIDDEN for path in (tmp_path / kind).iterdir())
 
 
-def test_shared_latents_have_no_paths(tmp_path: Path, run_script: RunScript) -> None:
-    random_pipeline(image_channels=1).vae.save_pretrained(tmp_path / "secret_place")
-    flags = ["--dataset.dataset_name=digits", "--autoencoder.name=diffusers", "--autoencoder.path=secret_place"]
-    assert run_script("torchditan", "encode", "encoded", *flags, "--shard_size=512").code == 0
+def test_shared_latents_have_no_paths(zoo: Zoo, tmp_path: Path, run_script: RunScript) -> None:
+    encoded = Path(shutil.copytree(zoo("latents").parent / "inputs/latents", tmp_path / "encoded"))
+    for file in encoded.glob("*/index.json"):
+        content = json.loads(file.read_bytes())
+        file.write_text(json.dumps({**content, "autoencoder_path": "secret_place/vae"}))
     done = run_script("torchditan", "share", "encoded", "shared", "--data_license=UCI")
     assert done.code == 0, done.err
     text = (tmp_path / "shared/README.md").read_text()
-    assert "train" in text and "UCI" in text and "`diffusers`" in text
+    assert "train" in text and "UCI" in text and "`haar`" in text
     for file in (tmp_path / "shared").rglob("*.*"):
         assert not any(secret in file.read_bytes() for secret in HIDDEN), file
     index = read_index(tmp_path / "shared/train")
     original = LatentShards.open(tmp_path / "encoded/train")
     assert index.autoencoder_path is None and index.shards == original.index.shards
-    job = tiny_runs.job(
-        tmp_path / "run",
-        "--dataset.dataset_name=latents",
-        f"--dataset.root_dir={tmp_path / 'shared'}",
-        "--model.patch_size=1",
-        "--training.steps=1",
-    )
-    assert run_script("train.py", *job).code == 0
     assert "has no effect on latents" in refused(run_script("torchditan", "share", "encoded", "y", "--step=3"))
-    (tmp_path / "encoded/train/shard-00000.safetensors").unlink()
-    assert "shard-00000.safetensors is missing" in refused(run_script("torchditan", "share", "encoded", "z"))
+    next((encoded / "train").glob("shard-*.safetensors")).unlink()
+    assert ".safetensors is missing" in refused(run_script("torchditan", "share", "encoded", "z"))
 
 
 def test_a_model_that_diffusers_has_gets_its_folder(run_alone: RunAlone, tmp_path: Path, run_script: RunScript) -> None:

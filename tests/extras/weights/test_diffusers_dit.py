@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +38,7 @@ from torchditan.extras.weights.trained_model import TrainedModel, stored_spec
 from torchditan.models.dit import NORM_EPS
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    pass
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 STATED = {"noise_schedule": "linear", "prediction": "epsilon"}
@@ -88,31 +87,21 @@ def options_of(converted: Converted) -> dict[str, Any]:
     return flatten(from_dict(converted.config or {}))
 
 
-def build(converted: Converted, **changed: Any) -> torch.nn.Module:
+def build(converted: Converted) -> torch.nn.Module:
     with torch.device("meta"):
-        model = stored_spec(from_dict(converted.config or {}).replace(changed)).build()
+        model = stored_spec(from_dict(converted.config or {})).build()
     model.load_state_dict(converted.tensors(), assign=True)
     return model.eval().requires_grad_(False)
 
 
-def difference(theirs: Any, ours: torch.nn.Module, *, flipped: bool = False, null: int = NULL) -> float:
+def difference(theirs: Any, ours: torch.nn.Module, *, null: int = NULL) -> float:
     """The largest one over levels, labels and values."""
     x = torch.randn(len(LEVELS), 4, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(x, LEVELS, LABELS.where(LABELS < NULL, null)).sample
-        t = LEVELS / 1000  # the time of the paper: 0 is data
-        found = ours(x, 1 - t if flipped else t, {"class_label": LABELS})
+        found = ours(x, LEVELS / 1000, {"class_label": LABELS})  # the time of the paper: 0 is data
     assert expected.std() > 0.1
     return (found - expected).abs().max().item()
-
-
-def swapped(converted: Converted, layer: str, order: list[int]) -> Converted:
-    """With the parts of a layer in another order."""
-    tensors = converted.tensors()
-    for name in (f"{layer}.weight", f"{layer}.bias"):
-        parts = tensors[name].chunk(len(order))
-        tensors[name] = torch.cat([parts[i] for i in order])
-    return converted.with_tensors(tensors)
 
 
 @pytest.mark.parametrize("options", [{}, {"out_channels": 4}, {"norm_eps": 1e-6}, {"num_layers": 2, "patch_size": 4}])
@@ -120,25 +109,6 @@ def test_an_imported_transformer_predicts_the_same(options: dict[str, Any], tmp_
     theirs = random_transformer(**options)
     theirs.save_pretrained(tmp_path)
     assert difference(theirs, build(read(tmp_path, **STATED))) < 1e-5
-
-
-WRONG: dict[str, Callable[[Any, Converted], float]] = {
-    "the paper's frequencies": lambda theirs, converted: difference(
-        theirs, build(converted, **{"model.timestep_frequencies": "dit"})
-    ),
-    "unscaled time": lambda theirs, converted: difference(theirs, build(converted, **{"model.timestep_scale": 1.0})),
-    "flipped time": lambda theirs, converted: difference(theirs, build(converted), flipped=True),
-    "q and k": lambda theirs, converted: difference(theirs, build(swapped(converted, "blocks.1.attn.qkv", [1, 0, 2]))),
-    "shift and scale": lambda theirs, converted: difference(
-        theirs, build(swapped(converted, "final_layer.adaLN_modulation.1", [1, 0]))
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_conversion_would_show(wrong: str, pipeline: Path) -> None:
-    theirs = diffusers.DiTTransformer2DModel.from_pretrained(pipeline / "transformer")
-    assert WRONG[wrong](theirs, read(pipeline)) > 1e-3
 
 
 @pytest.mark.parametrize("options", [{"safe_serialization": False}, {"max_shard_size": "100KB"}])
@@ -188,16 +158,11 @@ CONFIG, SCHEDULER, VAE = "transformer/config.json", "scheduler/scheduler_config.
     [
         (CONFIG, {"_class_name": "PixArtTransformer2DModel"}, ["PixArtTransformer2DModel", "DiTTransformer2DModel"]),
         (CONFIG, {"norm_type": "ada_norm_single"}, ["norm_type", "ada_norm_zero"]),
-        (CONFIG, {"norm_elementwise_affine": True}, ["norm_elementwise_affine", "False"]),
         (CONFIG, {"patch_size": 3, "sample_size": 2048}, ["sample_size", "512"]),
         (CONFIG, {"sample_size": "32"}, ["is not a checkpoint of diffusers"]),
-        (CONFIG, {"num_attention_heads": 3}, ["3 heads"]),
-        (CONFIG, {"norm_eps": "small"}, ["is not a checkpoint of diffusers"]),
         (SCHEDULER, {"beta_end": 0.03}, ["beta_end 0.03", "squaredcos_cap_v2"]),
         (SCHEDULER, {"prediction_type": "flow_prediction"}, ["prediction_type flow_prediction"]),
         (SCHEDULER, {"rescale_betas_zero_snr": True}, ["rescale_betas_zero_snr", "False"]),
-        (SCHEDULER, {"trained_betas": [0.1]}, ["trained_betas", "None"]),
-        (SCHEDULER, {"num_train_timesteps": 500}, ["num_train_timesteps", "1000"]),
         (VAE, {"_class_name": "VQModel"}, ["VQModel", "AutoencoderKL"]),
     ],
 )
@@ -249,17 +214,6 @@ def test_another_autoencoder_may_replace_that_of_the_pipeline(copied: Path, tmp_
         import_weights(copied, tmp_path / "run", format="diffusers", flags=flags).checked_config().autoencoder.scale
         == [0.5] * 4
     )
-
-
-def test_the_imported_pipeline_generates_with_one_command_each(
-    pipeline: Path, run_script: RunScript, tmp_path: Path
-) -> None:
-    outcome = run_script("torchditan", "import", pipeline, "run", "--format=diffusers")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "equal copies of the embedders became one" in outcome.out
-    outcome = run_script("torchditan", "generate", "run", "--sampling.num_steps=2", "--sampling.max_classes=2")
-    assert outcome.code == 0, outcome.err
-    assert list((tmp_path / "run").rglob("*.png"))
 
 
 def pictures(run: Path, labels: list[int], noise: torch.Tensor, **sampling: Any) -> torch.Tensor:
@@ -357,19 +311,10 @@ def test_export_then_import_gives_the_same_tensors(imported: Path, tmp_path: Pat
     [
         ({"model.conditioning": "in_context"}, ["model.conditioning adaln (in_context here)"]),
         ({"model.norm_type": "rmsnorm"}, ["model.norm_type np_layernorm (rmsnorm here)"]),
-        ({"model.qk_norm": True}, ["model.qk_norm false (true here)"]),
-        ({"model.mlp": "swiglu"}, ["model.mlp gelu (swiglu here)"]),
-        ({"model.position": "rope_sincos"}, ["model.position sincos (rope_sincos here)"]),
-        ({"model.timestep_scale": 1.0}, ["model.timestep_scale 1000.0 (1.0 here)"]),
         ({"model.timestep_frequencies": "dit"}, ["model.timestep_frequencies diffusers (dit here)"]),
-        ({"model.patch_bottleneck": 4}, ["model.patch_bottleneck 0 (4 here)"]),
         ({"diffusion.objective": "flow_matching"}, ["diffusion.objective ddpm (flow_matching here)"]),
         ({"model.sample_size": [8, 12]}, ["square samples (8 x 12 here)"]),
         ({"dataset.num_classes": 1001}, ["at most 1000 classes (1001 here)"]),
-        (
-            {"model.preset": "torchditan"},
-            ["norm_type np_layernorm", "qk_norm false", "mlp gelu", "position sincos"],
-        ),
         (
             {"model.text": "in_context", "model.text_tokens": 4, "model.text_width": 8},
             ["model.text none (in_context here)"],
@@ -416,45 +361,6 @@ def read_tensors(run: Path) -> dict[str, torch.Tensor]:
     return TrainedModel.open(run, device="cpu").model.state_dict()
 
 
-JOB = {
-    "model.flavor": "debugmodel",
-    "model.preset": "official",
-    "model.timestep_frequencies": "diffusers",
-    "model.input_channels": 4,
-    "diffusion.objective": "ddpm",
-    "dataset.dataset_name": "dummy",
-    "dataset.num_workers": 0,
-    "dataset.dummy_size": 8,
-    "dataset.image_size": 8,
-    "dataset.num_classes": 10,
-    "training.batch_size": 2,
-    "training.steps": 2,
-    "training.mixed_precision_param": "float32",
-    "optimizer.lr": 1e-2,
-    "metrics.enable_sampling": "false",
-    "checkpoint.enable_checkpoint": "true",
-    "job.dump_folder": ".",
-    "metrics.experiment_name": "run",
-}
-
-
-def test_a_trained_run_is_exported_by_one_command(run_script: RunScript, tmp_path: Path) -> None:
-    outcome = run_script("train.py", *(f"--{option}={value}" for option, value in JOB.items()))
-    assert outcome.code == 0, outcome.err
-    outcome = run_script("torchditan", "export", "run", "out", "--format=diffusers")
-    assert (outcome.code, outcome.err) == (0, "")
-    opens = outcome.out.partition("in diffusers: ")[2].partition(" (the transformer alone: the run was trained on ")[0]
-    pipe = eval(opens, {**vars(diffusers), "VAE": random_pipeline().vae})
-    assert isinstance(pipe, diffusers.DiTPipeline)
-    trained = TrainedModel.open(tmp_path / "run", device="cpu")
-    x, t = torch.randn(2, 4, 8, 8), torch.tensor([999, 100])
-    with torch.no_grad():
-        ours = trained.model(x, t / 1000, {"class_label": torch.tensor([1, 2])})
-        theirs = pipe.transformer(x, t, torch.tensor([1, 2])).sample
-    assert ours.abs().max() > 1e-4 and torch.allclose(ours, theirs, atol=1e-6)
-    assert_same(read(tmp_path / "out").tensors(), trained.model.state_dict())
-
-
 def test_a_model_without_classes_has_an_empty_label_table(copied: Path, tmp_path: Path) -> None:
     edit(copied / CONFIG, {"num_embeds_ada_norm": 1000})
     tensors = load_file(copied / "transformer" / WEIGHTS)
@@ -487,13 +393,3 @@ def test_a_full_disk_leaves_no_folder(imported: Path, tmp_path: Path, monkeypatc
     with refused(str(tmp_path / "out"), "No space left on device"):
         export_to_diffusers(open_model(imported), tmp_path / "out", dtype=torch.float32)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_bad_folder_is_one_line_and_leaves_nothing(copied: Path, run_script: RunScript, tmp_path: Path) -> None:
-    weights = copied / "transformer" / WEIGHTS
-    weights.write_bytes(weights.read_bytes()[:-100])
-    before = sorted(tmp_path.rglob("*"))
-    outcome = run_script("torchditan", "import", copied, "run", "--format=diffusers")
-    assert outcome.code == 2
-    assert_refused(outcome.err, str(weights), ["truncated"])
-    assert sorted(tmp_path.rglob("*")) == before

@@ -2,7 +2,7 @@
 """Converters of other projects' checkpoints: our model computes what our own reading of theirs computes.
 
 No released weights can be used in a test. tests/own_reading.py is an independent reading of each model; the
-weights are random and asymmetric. `test_a_wrong_conversion_is_seen` shows that the comparison would fail.
+weights are random and asymmetric, so that an exchange of two of them shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from refusals import refused
 from torch import Tensor
 
 from torchditan.checkpoint.weights import Weights as Converted
-from torchditan.config.loader import from_dict, to_dict
+from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.errors import ConfigError
@@ -59,12 +59,6 @@ def convert(format: str, weights: Weights, **given: Any) -> Converted:
 
 def config_of(converted: Converted) -> Config:
     return from_dict(converted.config or {})
-
-
-def with_options(converted: Converted, **options: Any) -> Converted:
-    """With other options of [model]; None restores the default."""
-    config = config_of(converted).replace({f"model.{name}": value for name, value in options.items()})
-    return replace(converted, config=to_dict(config))
 
 
 def our_model(converted: Converted) -> torch.nn.Module:
@@ -111,68 +105,6 @@ def test_our_model_computes_the_same(case: str) -> None:
     assert (config.model.input_channels, config.model.sample_size) == (model.channels, [model.side, model.side])
     assert config.dataset.num_classes == model.num_classes
     assert all(torch.equal(before[name], weights[name]) for name in before), "a converter changed the tensors it read"
-
-
-def swap_queries_and_keys(found: Converted) -> Converted:
-    swapped = {}
-    for name, tensor in found.tensors().items():
-        if ".attn.qkv." in name:
-            q, k, v = tensor.chunk(3)
-            swapped[name] = torch.cat([k, q, v])
-    return found.with_tensors({**found.tensors(), **swapped})
-
-
-def swap_halves_of_swiglu(found: Converted) -> Converted:
-    swapped = {name: torch.cat(tensor.chunk(2)[::-1]) for name, tensor in found.tensors().items() if ".w12." in name}
-    assert swapped
-    return found.with_tensors({**found.tensors(), **swapped})
-
-
-def keep_time(found: Converted) -> Converted:
-    """REPA's time, not reversed; for the others, time reversed where it should not be."""
-    tensors = found.tensors()
-    reverse_time(tensors)
-    return found.with_tensors(tensors)
-
-
-def other_time_scale(found: Converted) -> Converted:
-    return with_options(found, timestep_scale=1001.0 - config_of(found).model.timestep_scale)
-
-
-def keep_velocity(found: Converted) -> Converted:
-    negated = {f"final_layer.linear.{kind}": -found.tensor(f"final_layer.linear.{kind}") for kind in ("weight", "bias")}
-    return found.with_tensors({**found.tensors(), **negated})
-
-
-def without_position(found: Converted) -> Converted:
-    """The preset's positions in place of the converter's."""
-    tensors = {name: tensor for name, tensor in found.tensors().items() if name != "pos_embed"}
-    return with_options(found.with_tensors(tensors), position=None)
-
-
-@pytest.mark.parametrize(
-    ("case", "mistake"),
-    [
-        *((case, swap_queries_and_keys) for case in ("dit", "sit", "repa", "lightningdit")),
-        *((case, other_time_scale) for case in ("dit", "sit", "repa", "lightningdit")),
-        *((case, keep_time) for case in ("sit", "repa", "lightningdit")),
-        *((case, keep_velocity) for case in ("sit", "repa", "lightningdit")),
-        ("lightningdit", swap_halves_of_swiglu),
-        ("lightningdit", without_position),
-        ("dit", None),
-    ],
-)
-def test_a_wrong_conversion_is_seen(case: str, mistake: Callable[[Converted], Converted] | None) -> None:
-    """Each mistake gives a difference a thousand times the tolerance. None: DiT's time counted from noise to data."""
-    format, model = CASES[case]
-    weights = random_weights(model)
-    converted = convert(format, weights)
-    if mistake is None:
-        x, y = inputs(model)
-        flipped = our_model(converted)(x, 1 - TIMES, {"class_label": y})
-        assert (flipped - expected(format, model, weights)).abs().max() > 1000 * TOLERANCE
-        return
-    assert difference(format, model, weights, mistake(converted)) > 1000 * TOLERANCE
 
 
 def test_lightningdit_samples_at_the_250_points_of_its_grid() -> None:
@@ -268,16 +200,10 @@ def edit(name: str, tensor: Tensor | None) -> Callable[[Weights], None]:
         ("dit", LIGHTNINGDIT, None, ["try --format lightningdit"]),
         ("dit", REPA, None, ["projectors.0.0.weight", "try --format repa"]),
         ("lightningdit", DIT, None, ["feat_rope.freqs_cos", "try --format dit", "try --format sit"]),
-        ("repa", LIGHTNINGDIT, None, ["try --format lightningdit"]),
         ("dit", DIT, edit("pos_embed", None), ["pos_embed"]),
         ("dit", DIT, edit("pos_embed", torch.randn(1, 16, 64)), ["pos_embed", "sin-cos"]),
         ("dit", DIT, edit("blocks.1.attn.qkv.bias", None), ["blocks.1.attn.qkv.bias"]),
-        ("dit", DIT, edit("blocks.7.attn.qkv.bias", torch.ones(3)), ["blocks.3"]),
-        ("dit", DIT, edit("x_embedder.proj.weight", torch.ones(64, 4, 2)), ["is not a checkpoint of dit"]),
-        ("dit", DIT, edit("x_embedder.proj.weight", torch.ones(64, 4, 0, 0)), ["is not a checkpoint of dit"]),
         ("dit", DIT, edit("final_layer.linear.weight", torch.ones(33, 64)), ["final_layer.linear.weight", "33"]),
-        ("repa", REPA, edit("t_embedder.mlp.0.weight", torch.ones(64, 128)), ["is not a checkpoint of repa"]),
-        ("lightningdit", LIGHTNINGDIT, edit("blocks.0.adaLN_modulation.1.weight", torch.ones(256, 64)), ["256"]),
         (
             "lightningdit",
             LIGHTNINGDIT,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,17 +12,31 @@ from typing import TYPE_CHECKING
 import hub_server
 import pytest
 import tiny_runs
-from hub_server import FakeHub
+from hub_server import TOKEN, FakeHub
 
 from torchditan.data_stream.latent_shards import LABELS_FILE
-from torchditan.run.hub import split_place
+from torchditan.extras.sharing.model_card import Statements
+from torchditan.extras.sharing.share import share
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone, RunDistributed
+    from tests.conftest import Outcome, RunDistributed
+    from tests.zoo import Zoo
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
+Commands = Callable[..., "list[Outcome]"]
 MODEL = "models/me/digits"
+PROGRAM = """
+import contextlib, io, json, sys
+import torchditan, torchditan.__main__
+for words in json.loads(sys.argv[1]):
+    sys.argv, out, err = ["torchditan", *words], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        if words[0] == "load":
+            print(torchditan.load(words[1]).sample(classes=[1], num_steps=2).sum())
+            code = 0
+        else:
+            code = torchditan.__main__.main()
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
 
 
 @pytest.fixture
@@ -33,14 +47,20 @@ def hub() -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def command(hub: FakeHub, run_distributed: RunDistributed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """`command("generate", "hub:me/digits", home="b")`: torchditan in a folder and with a hub cache of its own.
+def commands(
+    hub: FakeHub, run_distributed: RunDistributed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Commands:
+    """`commands(["generate", "hub:me/digits"], ["load", ...], home="b")`: one after the other in a process.
 
-    A fork that has imported torch, but not huggingface_hub, which reads the environment when it is imported.
+    The process has its folder and its hub's cache in `home`. It is a fork that has imported torch, but not
+    huggingface_hub, which reads the environment when it is imported.
     """
 
-    def run(*words: object, home: str = "a", token: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: list[object], home: str = "a", token: str | None = None, **more: str) -> list[Outcome]:
+        from tests.conftest import Outcome
+
         (tmp_path / home).mkdir(exist_ok=True)
+        (tmp_path / "program.py").write_text(PROGRAM)
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.delenv(name, raising=False)
         environment = {
@@ -51,138 +71,102 @@ def command(hub: FakeHub, run_distributed: RunDistributed, monkeypatch: pytest.M
             **({"HF_TOKEN": token} if token else {}),
             **more,
         }
-        if words[0] == "-c":
-            script = tmp_path / "program.py"
-            script.write_text(str(words[1]))
-            words = (script,)
-        else:
-            words = (REPOSITORY / "torchditan/__main__.py", *words)
-        return run_distributed([str(word) for word in words], None, cwd=tmp_path / home, env=environment)
+        given = json.dumps([[str(word) for word in each] for each in words])
+        done = run_distributed([tmp_path / "program.py", given], None, cwd=tmp_path / home, env=environment)
+        assert done.returncode == 0, done.stderr
+        return [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
 
     return run
 
 
-@pytest.fixture(scope="module")
-def run(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps on digits."""
-    folder = tmp_path_factory.mktemp("runs") / "digits"
-    flags = ["--training.steps=2", "--sampling.num_steps=2", "--sampling.images_per_class=1", *tiny_runs.KEEP]
-    run_alone("train.py", *tiny_runs.job(folder, *flags))
-    return folder
-
-
-def one_error(finished: subprocess.CompletedProcess[str]) -> str:
-    """The only line of an error, of a command that refused."""
-    assert finished.returncode == 2, finished.stderr
-    errors = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in finished.stderr, finished.stderr
-    return errors[0]
-
-
-def share(command: Command, run: Path) -> None:
-    done = command("share", run, "digits", "--push", "me/digits", "--license=cc0-1.0", token=hub_server.TOKEN)
-    assert done.returncode == 0, done.stderr
-    assert "torchditan generate hub:me/digits" in done.stdout
+def errors(*outcomes: Outcome) -> str:
+    """The only line of the error of each command, all of which refused."""
+    found = []
+    for _, _, err in outcomes:
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and "Traceback" not in err, err
+        found += lines
+    assert {outcome.code for outcome in outcomes} == {2}
+    return "\n".join(found)
 
 
 def test_a_pushed_model_is_opened_with_an_empty_cache(
-    run: Path, hub: FakeHub, command: Command, tmp_path: Path
+    zoo: Zoo, hub: FakeHub, commands: Commands, tmp_path: Path
 ) -> None:
-    share(command, run)
+    push = ["share", zoo("digits"), "digits", "--push", "me/digits", "--license=cc0-1.0"]
+    (done,) = commands(push, token=TOKEN)
+    assert done.code == 0 and "torchditan generate hub:me/digits" in done.out, done.err
     files = hub.repositories[MODEL]
     assert not hub.private
     assert {"README.md", "config.json", "model.safetensors", "samples.png"} <= set(files)
     assert all(files[name] == (tmp_path / "a/digits" / name).read_bytes() for name in files)
     assert b"hub:me/digits" in files["README.md"] and b'license: "cc0-1.0"' in files["README.md"]
 
-    drawn = command("generate", "hub:me/digits", "--classes=1", "--out=grid.png", home="b")
-    assert drawn.returncode == 0 and (tmp_path / "b/grid.png").is_file(), drawn.stderr
-    assert not (tmp_path / "b/outputs").exists()
+    flags = tiny_runs.job(
+        tmp_path / "b/outputs/more", "--training.steps=1", "--checkpoint.initial_load_path=hub:me/digits"
+    )
+    draw = ["generate", "hub:me/digits", "--classes=1", "--out=grid.png"]
+    drawn, loaded, trained = commands(draw, ["load", "hub:me/digits@main"], ["train", *flags], home="b")
+    assert drawn.code == 0 and (tmp_path / "b/grid.png").is_file(), drawn.err
     opened = [line for line in hub.requests if line.startswith("GET") and "resolve" in line]
     assert {line.rsplit("/", 1)[1] for line in opened} == {"config.json", "model.safetensors"}  # and no picture
-
-    program = "import torchditan; m = torchditan.load('hub:me/digits@main'); print(m.step, m.sample(classes=[1]).sum())"
-    loaded = command("-c", program, home="b")
-    assert loaded.stdout.startswith("2 "), loaded.stderr
-    offline = command("-c", program, home="b", HF_HUB_OFFLINE="1")
-    assert offline.stdout == loaded.stdout, offline.stderr
-
-    flags = tiny_runs.job(
-        tmp_path / "c/outputs/more", "--training.steps=1", "--checkpoint.initial_load_path=hub:me/digits"
-    )
-    trained = command("train", *flags, home="c")
-    assert trained.returncode == 0 and "weights of hub:me/digits, step 2 (ema)" in trained.stdout, trained.stderr
-    stored = json.loads((tmp_path / "c/outputs/more/config.json").read_text())
+    assert trained.code == 0 and "weights of hub:me/digits, step 6 (ema)" in trained.out, trained.err
+    stored = json.loads((tmp_path / "b/outputs/more/config.json").read_text())
     assert stored["config"]["checkpoint"]["initial_load_path"] == "hub:me/digits"
+    (offline,) = commands(["load", "hub:me/digits@main"], home="b", HF_HUB_OFFLINE="1")
+    assert offline.out == loaded.out != "", offline.err
 
 
-def test_damaged_downloads_are_refused(run: Path, hub: FakeHub, command: Command) -> None:
-    share(command, run)
-    weights = hub.repositories[MODEL]["model.safetensors"]
-    flipped = bytearray(weights)
+def test_a_damaged_download_is_refused(zoo: Zoo, hub: FakeHub, commands: Commands, tmp_path: Path) -> None:
+    share(zoo("digits"), tmp_path / "digits", statements=Statements(), with_samples=False)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "digits").iterdir()}
+    flipped = bytearray(files["model.safetensors"])
     flipped[-100] ^= 1
+    hub.repositories[MODEL] = files
     hub.sent["model.safetensors"] = bytes(flipped)
-    error = one_error(command("generate", "hub:me/digits", home="flipped"))
+    error = errors(*commands(["generate", "hub:me/digits"]))
     assert "SHA-256 of model.safetensors differs" in error and "hub:me/digits" in error
-    hub.sent["model.safetensors"] = weights[: len(weights) // 2]
-    error = one_error(command("generate", "hub:me/digits", home="truncated", HF_HUB_DOWNLOAD_TIMEOUT="2"))
-    assert "hub:me/digits" in error
-    hub.sent.clear()
-    again = command("generate", "hub:me/digits", "--classes=1", home="truncated")
-    assert again.returncode == 0, again.stderr  # an interrupted download is continued or begins again
 
 
-def test_mistakes_with_the_hub_are_one_line(run: Path, hub: FakeHub, command: Command) -> None:
-    assert "was not found on the Hugging Face hub" in one_error(command("generate", "hub:me/nothing"))
-    nowhere = "http://127.0.0.1:9"
-    assert "cannot be reached" in one_error(command("generate", "hub:me/digits", HF_ENDPOINT=nowhere))
-    assert "cannot be reached" in one_error(command("generate", "hub:me/digits", HF_HUB_OFFLINE="1"))
-    assert "must be hub:owner/name" in one_error(command("generate", "hub:digits"))
-    assert "must be hub:owner/name" in one_error(command("generate", "hub:me/../x"))
-
-    assert "needs a token" in one_error(command("share", run, "digits", "--push=me/digits"))
-    assert "give --push" in one_error(command("share", run, "digits", "--private"))
-    assert "must be owner/name" in one_error(command("share", run, "digits", "--push=digits", token=hub_server.TOKEN))
-    refused = command("share", run, "digits", "--push=me/digits", "--without_samples", token="hf_" + "w" * 20)
-    assert "was refused (401)" in one_error(refused) and hub.repositories == {}
-
+def test_mistakes_with_the_hub_are_one_line(zoo: Zoo, hub: FakeHub, commands: Commands) -> None:
     hub.repositories["models/me/other"] = {"config.json": b'{"_class_name": "DiT"}'}
-    assert "no model of TorchDiTan" in one_error(command("generate", "hub:me/other"))
     hub.repositories["models/me/empty"] = {"README.md": b"# a card"}
-    assert "has no config.json" in one_error(command("generate", "hub:me/empty"))
-    assert "no such revision" in one_error(command("generate", "hub:me/empty@v2"))
+    run, before = zoo("digits"), set(hub.repositories)
+    refusals = {
+        ("generate", "hub:me/nothing"): "was not found on the Hugging Face hub",
+        ("generate", "hub:digits"): "must be hub:owner/name",
+        ("generate", "hub:me/../x"): "must be hub:owner/name",
+        ("generate", "hub:me/other"): "no model of TorchDiTan",
+        ("generate", "hub:me/empty"): "has no config.json",
+        ("generate", "hub:me/empty@v2"): "no such revision",
+        ("share", run, "digits", "--push=me/digits"): "needs a token",
+        ("share", run, "digits", "--private"): "give --push",
+    }
+    found = errors(*commands(*map(list, refusals))).splitlines()
+    assert [right for right, line in zip(refusals.values(), found, strict=True) if right not in line] == []
+    push = ["share", run, "digits", "--without_samples"]
+    name, token = commands([*push, "--push=digits"], [*push, "--push=me/digits"], token="hf_" + "w" * 20)
+    assert "must be owner/name" in errors(name)
+    assert "was refused (401)" in errors(token) and set(hub.repositories) == before
+    unreachable = commands(["generate", "hub:me/digits"], HF_ENDPOINT="http://127.0.0.1:9")
+    offline = commands(["generate", "hub:me/digits"], HF_HUB_OFFLINE="1")
+    assert errors(*unreachable, *offline).count("cannot be reached") == 2
 
 
-def test_latents_on_the_hub_train_a_model(hub: FakeHub, command: Command, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    words = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
-    encoded = command("encode", "latents", *words, "--shard_size=512")
-    assert encoded.returncode == 0, encoded.stderr
-    done = command("share", "latents", "digits", "--push=me/latents", "--private", token=hub_server.TOKEN)
-    assert hub.private == {"datasets/me/latents"}
-    assert done.returncode == 0, done.stderr
+def test_latents_on_the_hub_train_a_model(zoo: Zoo, hub: FakeHub, commands: Commands, tmp_path: Path) -> None:
+    latents = shutil.copytree(zoo("latents").parent / "inputs/latents", tmp_path / "latents")
+    (done,) = commands(["share", latents, "digits", "--push=me/latents", "--private"], token=TOKEN)
+    assert done.code == 0 and hub.private == {"datasets/me/latents"}, done.err
     files = hub.repositories["datasets/me/latents"]
     assert {"README.md", "train/index.json", f"train/{LABELS_FILE}", "validation/index.json"} <= set(files)
 
     place = ["--dataset.dataset_name=latents", "--dataset.root_dir=hub:me/latents", "--model.patch_size=1"]
     flags = tiny_runs.job(tmp_path / "b/outputs/latent", *place, "--training.steps=1")
-    trained = command("train", *flags, home="b")
-    assert trained.returncode == 0, trained.stderr
+    (trained,) = commands(["train", *flags], home="b")
+    assert trained.code == 0, trained.err
     shard = next(name for name in files if name.startswith("train/shard"))
     flipped = bytearray(files[shard])
     flipped[-1] ^= 1
     hub.sent[shard] = bytes(flipped)
-    damaged = command("train", *tiny_runs.job(tmp_path / "c/outputs/latent", *place), home="c")
-    assert "SHA-256 of shard-00000.safetensors differs" in one_error(damaged)
-
-
-@pytest.mark.parametrize(
-    ("place", "parts"),
-    [
-        ("hub:a/b", ("a/b", None)),
-        ("hub:a-1/b.c@v1.0", ("a-1/b.c", "v1.0")),
-        ("hub:a/b@refs/pr/1", ("a/b", "refs/pr/1")),
-    ],
-)
-def test_a_place_on_the_hub_has_a_name_and_a_revision(place: str, parts: tuple[str, str | None]) -> None:
-    assert split_place(place) == parts
+    error = errors(*commands(["train", *flags], home="c"))
+    assert "SHA-256 of shard-00000.safetensors differs" in error

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import re
-import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +34,6 @@ from torch import Tensor
 from torchditan import load
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.weights import Weights as Converted
-from torchditan.config.loader import load_config, read_toml
-from torchditan.config.options import Config, flatten
-from torchditan.config.trajectory import flatten_tree
 from torchditan.extras.evaluation.card import about_run
 from torchditan.extras.evaluation.card_tables import markdown
 from torchditan.extras.weights.formats.dit import convert_repa
@@ -50,6 +45,7 @@ from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
+    from tests.zoo import Zoo
 
 TINY_SIT = replace(SIT, side=4)  # digits in latents of 4 x 4 x 4
 DIGITS = (
@@ -91,15 +87,8 @@ def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run
     path = save(tmp_path / "SiT.pt", random_weights(SIT))
     outcome = run_script("torchditan", "import", path, "run", "--format=sit", "--num_heads=4")
     assert (outcome.code, outcome.err) == (0, "")
-    lines = outcome.out.splitlines()
-    assert lines[0].startswith(f"run: ema weights of {path}, 0.3M parameters in ")
-    assert lines[1].startswith("- time in [0, 1]")
-    assert lines[3] == "- 10 classes, images of 64 x 64, autoencoder sd-vae"
-    assert [line.split(" ", 3)[:3] for line in lines[-3:]] == [
-        ["generate:", "torchditan", "generate"],
-        ["evaluate:", "torchditan", "evaluate"],
-        ["continue:", "torchditan", "train"],
-    ]
+    assert "- 10 classes, images of 64 x 64, autoencoder sd-vae" in outcome.out.splitlines()
+    assert all(f"{word}: torchditan " in outcome.out for word in ("generate", "evaluate", "continue"))
     content = read_config(tmp_path / "run")
     config, origin = content["config"], content["imported"]
     assert (origin["file"], origin["format"], origin["weights"]) == ("SiT.pt", "sit", "ema")
@@ -168,7 +157,7 @@ def test_samples_of_dit_are_those_of_an_own_reading(tmp_path: Path, run_script: 
         assert (draw(run, num_steps=5, **wrong)[0] - theirs).abs().max() > 1e-2 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
 def test_either_set_of_a_training_file_is_read_under_any_prefix(
     prefix: str, tmp_path: Path, run_script: RunScript
 ) -> None:
@@ -235,16 +224,6 @@ def test_training_continues_with_the_written_configuration(
     assert load(new).sample(classes=[1], num_steps=2).shape == (1, 1, 8, 8)
 
 
-def test_an_imported_run_exports_like_any_other(tmp_path: Path, run_script: RunScript) -> None:
-    """Half precision in, one file of ours out, and the same pictures from it."""
-    weights = {name: tensor.half() for name, tensor in random_weights(TINY_SIT).items()}
-    run = imported(save(tmp_path / "weights.pt", weights), "sit", run_script, *DIGITS)
-    assert run_script("torchditan", "export", run, "mine.safetensors").code == 0
-    assert run_script("torchditan", "import", "mine.safetensors", "again").code == 0
-    first, second = (load(folder).sample(classes=[1, 2], num_steps=2) for folder in (run, "again"))
-    assert torch.equal(first, second)
-
-
 def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScript) -> None:
     """A table of 12 classes, of which digits has 10; the null row stays the last one."""
     weights = random_weights(TINY_SIT)
@@ -262,30 +241,11 @@ def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScri
     assert outcome.code == 0, outcome.err
 
 
-def test_the_configuration_to_continue_states_every_convention(tmp_path: Path, run_script: RunScript) -> None:
-    run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *DIGITS)
-    stated, config = flatten(load_config([f"--job.config_file={run}/continue.toml"])), read_config(run)["config"]
-    for option, value in flatten_tree(config).items():
-        if option.split(".")[0] in ("model", "diffusion", "autoencoder", "sampling"):
-            assert stated[option] == value, option
-    assert stated["checkpoint.initial_load_path"] == str(run)
-    defaults = flatten(Config())
-    written = read_toml(run / "continue.toml")
-    assert all(value != defaults[option] for option, value in written.items() if option.startswith("model."))
-
-
-def test_a_path_alone_is_that_of_the_default_autoencoder(tmp_path: Path, run_script: RunScript) -> None:
-    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
-    flags = ("--format=sit", "--num_heads=4", f"--autoencoder.path={tmp_path / 'missing'}")
-    outcome = run_script("torchditan", "import", path, "run", *flags)
-    assert outcome.code == 2
-    assert "autoencoder.path" in outcome.err and "missing" in outcome.err
-
-
 def test_an_import_does_not_need_the_autoencoder(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(LIGHTNINGDIT))
     flags = ("--autoencoder.name=diffusers", "--autoencoder.downsampling=16")
-    trained = load(imported(path, "lightningdit", run_script, *flags))
+    run = imported(path, "lightningdit", run_script, *flags)
+    trained = load(run, options={"sampling.num_steps": 2})
     assert trained.image_size == (128, 128)
     latents = trained.generate_rows(trained.rows(classes=3), samples_per_row=2, seed=0, batch_size=2)
     assert latents.shape == (1, 2, 8, 8, 8), "latents"
@@ -336,19 +296,10 @@ def write_without_ema(path: Path) -> None:
     training_file(path, ema=None, raw=random_weights(SIT))
 
 
-def write_plain_pickle(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"weight": 1}))
-
-
 def write_large_table(path: Path) -> None:
     weights = random_weights(SIT)
     weights["pos_embed"] = torch.zeros(1, 4_000_000, 1)
     torch.save(weights, path)
-
-
-def write_start(path: Path) -> None:
-    torch.save(random_weights(SIT), path)
-    path.write_bytes(path.read_bytes()[:4000])
 
 
 def write_expanded(path: Path) -> None:
@@ -366,19 +317,10 @@ Write = Callable[[Path], object]
         (write_code, "dit", [], ["posix.system", "execut", "code"]),
         (write_half, "dit", [], ["truncated"]),
         (write_without_ema, "sit", [], ["--weights", "must be raw"]),
-        (write_without_ema, "sit", ["--weights=ema"], ["--weights", "must be raw"]),
         (write_large_table, "sit", [], ["pos_embed", "not the sin-cos table"]),
-        (write_start, "dit", [], ["truncated"]),
-        (lambda path: path.write_bytes(b""), "dit", [], ["truncated"]),
         (lambda path: path.write_bytes(b"<html>"), "dit", [], ["web page", "download it again"]),
-        (write_plain_pickle, "dit", [], ["truncated"]),
-        (lambda path: save(path, [1, 2]), "dit", [], ["list", "dictionary"]),
-        (lambda path: save(path, {"weight": 1}), "dit", [], ["weight", "int"]),
         (lambda path: save(path, {"weight": torch.ones(2, dtype=torch.int8)}), "dit", [], ["weight", "int8"]),
         (write_expanded, "sit", [], ["blocks.0.mlp.fc1.bias", "fewer values"]),
-        (write_sit, "sit", ["--weights=raw"], ["--weights", "must be ema"]),
-        (lambda path: save(path, random_weights(LIGHTNINGDIT)), "sit", [], ["try --format lightningdit"]),
-        (write_sit, "sit", ["--prediction=v"], ["--prediction", "leave it out"]),
         (
             write_sit,
             "sit",
@@ -397,7 +339,6 @@ Write = Callable[[Path], object]
             ["--autoencoder.name=flux"],
             ["autoencoder.name", "16", "4"],
         ),
-        (write_sit, "sit", ["--autoencoder.name=sdvae"], ["sd-vae?"]),
         (
             write_sit,
             "sit",
@@ -423,8 +364,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     path = tmp_path / "weights.pt"
     write(path)
-    heads = () if format == "diffusers" else ("--num_heads=4",)
-    outcome = run_script("torchditan", "import", path, "new", f"--format={format}", *heads, *flags)
+    outcome = run_script("torchditan", "import", path, "new", f"--format={format}", "--num_heads=4", *flags)
     assert (outcome.code, outcome.out) == (2, ""), outcome.out
     line = outcome.err.removesuffix("\n")
     assert "\n" not in line and line.startswith("error: ")
@@ -436,7 +376,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     ("arguments", "about", "mentions"),
     [
         (["gone.pt", "new", "--format=dit"], "gone.pt", [".pt", ".safetensors"]),
-        ([".", "new", "--format=diffusers"], "config.json", ["No such file"]),
         (["gone.pt", "new", "--format=dot"], "", ["--format", "dit", "lightningdit", "diffusers"]),
         (["a.safetensors", "new", "--num_heads=4"], "--num_heads = 4", ["--format"]),
     ],
@@ -450,29 +389,6 @@ def test_wrong_arguments_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, run_script: RunScript) -> None:
-    path = save(tmp_path / "weights.pt", random_weights(SIT))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
-    try:
-        outcome = run_script("torchditan", "import", path, "new", "--format=sit", "--num_heads=4")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert outcome.code == 2
-    assert_refused(outcome.err, "new", ["File too large"])
-    assert [file.name for file in tmp_path.iterdir()] == ["weights.pt"]
-
-
-def test_a_trained_run_is_never_replaced(tmp_path: Path, run_script: RunScript) -> None:
-    path = save(tmp_path / "weights.pt", random_weights(SIT))
-    run = imported(path, "sit", run_script, "--num_heads=4")
-    flags = ("--format=sit", "--num_heads=4")
-    outcome = run_script("torchditan", "import", path, run, *flags)
-    assert outcome.code == 2
-    assert_refused(outcome.err, str(run), ["exists"])
-    assert run_script("torchditan", "import", path, run, *flags, "--overwrite").code == 0
-
-
 def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
     run = imported(path, "sit", run_script, *DIGITS)
@@ -481,13 +397,6 @@ def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: 
     assert not {"ema_decay", "training_seed", "training_versions"} & found.keys()
     text = markdown(replace(card(), imported=found["imported"]))
     assert re.search(r"imported.file +\| weights.pt", text) and re.search(r"imported.format +\| sit", text)
-
-
-def test_new_classes_are_those_of_a_folder(tmp_path: Path, run_script: RunScript) -> None:
-    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
-    outcome = run_script("torchditan", "import", path, "run", "--format=sit", "--num_heads=4", "--num_classes=1000")
-    assert outcome.code == 0, outcome.err
-    assert read_config(tmp_path / "run")["config"]["dataset"]["dataset_name"] == "folder"
 
 
 def test_older_files_of_repa_have_decoder_blocks() -> None:
@@ -501,10 +410,9 @@ def test_older_files_of_repa_have_decoder_blocks() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_training_continues_on_stored_latents(tmp_path: Path, run_script: RunScript) -> None:
-    encoded = run_script("torchditan", "encode", "latents", *DIGITS[:3])
-    assert encoded.code == 0, encoded.err
-    data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}", *DIGITS[1:])
+def test_training_continues_on_stored_latents(zoo: Zoo, tmp_path: Path, run_script: RunScript) -> None:
+    latents = zoo("latents").parent / "inputs/latents"
+    data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", *DIGITS[1:])
     run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *data)
     outcome = run_script("train.py", f"--job.config_file={run}/continue.toml", *TRAIN)
     assert outcome.code == 0, outcome.err

@@ -3,63 +3,32 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tiny_runs
 import torch
-import torch.distributed as dist
 from PIL import Image
 from random_dit import random_pipeline
 from refusals import refused
 
 from torchditan import load
 from torchditan.extras.weights.trained_model import TrainedModel
-from torchditan.sampling.grid_picture import LAYOUT_KEY, GridLayout
+from torchditan.sampling.grid_picture import read_cells
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunAlone, RunScript
 
 CLASSES = ("cat", "dog", "owl", "yak")
 
 
-def train(project: Path, name: str, *flags: str) -> Path:
-    """Two steps of a tiny model in this process; returns the run directory."""
-    from torchditan.config.loader import load_config
-    from torchditan.job.prepare import prepare
-    from torchditan.trainer import Trainer
-
-    common = {
-        "job.dump_folder": project / "outputs",
-        "metrics.experiment_name": name,
-        "metrics.enable_sampling": "false",
-        "model.flavor": "debugmodel",
-        "model.patch_size": 2,
-        "dataset.image_size": 8,
-        "dataset.num_workers": 0,
-        "training.steps": 2,
-        "training.global_batch_size": 4,
-        "training.mixed_precision_param": "float32",
-        "optimizer.lr": 0.01,
-        "sampling.num_steps": 2,
-        "sampling.images_per_class": 2,
-        "checkpoint.enable_checkpoint": "true",
-        "checkpoint.interval": 1,
-        "validation.freq": 0,
-    }
-    job = prepare(load_config([*(f"--{option}={value}" for option, value in common.items()), *flags]))
-    assert job is not None
-    try:
-        Trainer(job).train()
-    finally:
-        gc.enable()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return project / "outputs" / name
+TINY = [
+    *("--dataset.image_size=8", "--training.steps=2", "--optimizer.lr=0.01", "--checkpoint.interval=1"),
+    *("--sampling.num_steps=2", "--sampling.images_per_class=2", *tiny_runs.KEEP),
+]
 
 
 def write_photos(folder: Path) -> Path:
@@ -78,19 +47,21 @@ def on_photos(photos: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def moved(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs in another folder than they were trained in, and an autoencoder; the training images are deleted."""
     project, elsewhere = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("elsewhere")
     photos = on_photos(write_photos(project / "photos"))
     random_pipeline().vae.save_pretrained(project / "autoencoder")
-    online = [*photos, "--autoencoder.online", "--model.patch_size=1", "--autoencoder.shift=0", "--autoencoder.scale=1"]
+    online = ["--autoencoder.online", "--model.patch_size=1", "--autoencoder.shift=0", "--autoencoder.scale=1"]
+    decoded = [*online, "--autoencoder.name=diffusers", f"--autoencoder.path={project / 'autoencoder'}"]
     jobs = {
         "pixels": photos,
         "unconditional": [*photos, "--dataset.num_classes=0"],
-        "haar": [*online, "--autoencoder.name=haar", "--autoencoder.downsampling=2"],
-        "diffusers": [*online, "--autoencoder.name=diffusers", f"--autoencoder.path={project / 'autoencoder'}"],
+        "diffusers": [*photos, *decoded],
     }
-    runs = {name: Path(shutil.move(train(project, name, *flags), elsewhere / name)) for name, flags in jobs.items()}
+    for name, flags in jobs.items():
+        run_alone("train.py", *tiny_runs.job(project / name, *TINY, *flags), cwd=project)
+    runs = {name: Path(shutil.move(project / name, elsewhere / name)) for name in jobs}
     shutil.move(project / "autoencoder", elsewhere / "autoencoder")
     shutil.rmtree(project)
     return {**runs, "autoencoder": elsewhere / "autoencoder"}
@@ -101,40 +72,23 @@ def pixels(moved: dict[str, Path]) -> TrainedModel:
     return load(moved["pixels"])
 
 
-def cells(path: Path) -> torch.Tensor:
-    """The generated images in a grid, (rows, columns, 3, 8, 8) uint8, without their enlargement."""
-    with Image.open(path) as picture:
-        layout = GridLayout(**json.loads(picture.text[LAYOUT_KEY]))  # type: ignore[attr-defined]
-        grid = np.array(picture.convert("RGB"))
-    rows = []
-    for row in range(len(layout.labels)):
-        top = layout.top + row * layout.row_pitch
-        lefts = [layout.left + column * layout.column_pitch for column in range(layout.num_columns)]
-        rows.append([grid[top : top + layout.height, left : left + layout.width] for left in lefts])
-    images = torch.from_numpy(np.array(rows)).permute(0, 1, 4, 2, 3)
-    return images[..., :: layout.height // 8, :: layout.width // 8]
-
-
-def labels(path: Path) -> list[str]:
-    with Image.open(path) as picture:
-        return json.loads(picture.text[LAYOUT_KEY])["labels"]  # type: ignore[attr-defined, no-any-return]
-
-
-@pytest.mark.parametrize("name", ["pixels", "haar"])
 def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
-    name: str, moved: dict[str, Path], tmp_path: Path, run_script: RunScript
+    moved: dict[str, Path], tmp_path: Path, run_script: RunScript
 ) -> None:
-    script = run_script("torchditan", "generate", moved[name], "--classes=dog,yak", "--seed=5", "--out=grid.png")
+    script = run_script("torchditan", "generate", moved["pixels"], "--classes=dog,yak", "--seed=5", "--out=grid.png")
     assert script.code == 0
     note, *others = script.err.splitlines()
     assert others == [] and "no real images" in note and "dataset.root_dir" in note
     assert "next to real" not in script.out
 
-    images = load(moved[name]).sample(classes=["dog", 3], samples_per_class=2, seed=5)
-    assert labels(tmp_path / "grid.png") == ["dog", "yak"]
+    images = load(moved["pixels"]).sample(classes=["dog", 3], samples_per_class=2, seed=5)
+    cells, labels = read_cells(tmp_path / "grid.png")
+    enlargement = cells.shape[2] // 8
+    assert labels == ["dog", "yak"]
     assert images.shape == (4, 3, 8, 8) and images.dtype == torch.uint8
     assert images.float().std() > 10
-    assert torch.equal(images.unflatten(0, (2, 2)), cells(tmp_path / "grid.png"))
+    drawn = cells[:, :, ::enlargement, ::enlargement].permute(0, 1, 4, 2, 3)
+    assert torch.equal(images.unflatten(0, (2, 2)), drawn)
 
 
 def test_a_run_is_found_from_another_working_directory_and_by_its_checkpoint(
@@ -214,25 +168,13 @@ def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path])
         ({"classes": [0, -1]}, "classes = [0, -1]", ["0 to 3"]),
         ({"classes": ["owl", "dig"]}, 'classes = "dig"', ["no class dig", "dog?"]),
         ({"classes": "flower"}, 'classes = "flower"', ["names", "cat, dog, owl, yak", "0 to 3"]),
-        ({"classes": 1.5}, "classes = 1.5", ["integers"]),
         ({"classes": []}, "classes = []", ["0 to 3"]),
-        ({"classes": torch.tensor(1.5)}, 'classes = "tensor(1.5000)"', ["integers", "0 to 3"]),
-        ({"classes": np.array(1.5)}, 'classes = "1.5"', ["integers", "0 to 3"]),
-        ({"classes": [1, 2.0]}, "classes = [1, 2.0]", ["integers"]),
         ({"classes": [1, 1]}, "classes = [1, 1]", ["once", "samples_per_class"]),
         ({"prompts": "a dog"}, 'prompts = "a dog"', ["classes"]),
         ({"num_samples": 4}, "num_samples = 4", ["samples_per_class"]),
         ({"samples_per_class": 0}, "samples_per_class = 0", ["1"]),
-        ({"samples_per_class": 2.0}, "samples_per_class = 2.0", ["integer", "1"]),
-        ({"batch_size": 0}, "batch_size = 0", ["1"]),
-        ({"batch_size": "8"}, 'batch_size = "8"', ["integer"]),
-        ({"seed": 1.5}, "seed = 1.5", ["integer"]),
-        ({"seed": None}, "seed = none", ["integer"]),
-        ({"num_step": 4}, "num_step", ["num_steps?"]),
-        ({"clases": 4}, "clases", ["classes?"]),
-        ({"at_start": True}, "at_start", ["guidance_scale", "num_steps", "sampler"]),
+        ({"num_step": 4}, "sampling.num_step", ["sampling.num_steps?"]),
         ({"num_steps": 0}, "sampling.num_steps = 0", ["1"]),
-        ({"sampler": "hean"}, 'sampling.sampler = "hean"', ["euler", "heun?"]),
         ({"sampler": "ddim"}, 'sampling.sampler = "ddim"', ["euler, heun, dpmpp_2m"]),
     ],
 )
@@ -248,15 +190,7 @@ def test_an_argument_of_sample_that_cannot_be_is_one_line(
     [
         ({"step": 7}, "--step = 7", ["[1, 2]"]),
         ({"weights": "EMA"}, '--weights = "EMA"', ["ema", "raw"]),
-        ({"device": "gpu"}, 'device = "gpu"', ["cpu", "cuda"]),
-        ({"device": "mps"}, 'device = "mps"', ["cpu", "cuda"]),
-        ({"device": "xpu"}, 'device = "xpu"', ["cpu", "cuda"]),
-        ({"device": "meta"}, 'device = "meta"', ["cpu", "cuda"]),
-        ({"device": 1.5}, 'device = "1.5"', ["cpu", "cuda"]),
         ({"device": "cuda:99"}, 'device = "cuda:99"', ["CUDA devices"]),
-        ({"options": {"guidance_scale": 2}}, "guidance_scale", ["sampling.guidance_scale?"]),
-        ({"options": {"training.steps": 2}}, "training.steps", ["sampling", "autoencoder", "model.path"]),
-        ({"options": {"sampling.num_steps": 0}}, "sampling.num_steps = 0", ["1"]),
         ({"options": {"autoencoder.path": "gone"}}, 'autoencoder.path = "gone"', ["pixels"]),
     ],
 )
@@ -265,41 +199,3 @@ def test_an_argument_of_load_that_cannot_be_is_one_line(
 ) -> None:
     with refused(about, *mentions):
         load(moved["pixels"], **arguments)
-
-
-def test_a_path_that_is_no_trained_run_is_one_line(moved: dict[str, Path], tmp_path: Path) -> None:
-    run = moved["pixels"]
-    with refused(str(run.parent / "pixel"), f"{run}?"):
-        load(run.parent / "pixel")
-    with refused(str(tmp_path), "run directory", "config.json"):
-        load(str(tmp_path))
-    (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
-    with refused(str(tmp_path / "checkpoint"), "no checkpoint", "--checkpoint.enable_checkpoint"):
-        load(tmp_path)
-    checkpoint = run / "checkpoint/step-00000001"
-    with refused("--step = 2", str(checkpoint)):
-        load(checkpoint, step=2)
-    alone = shutil.copytree(checkpoint, tmp_path / "alone/a/step-00000001")
-    assert torch.equal(load(alone).sample(classes=[3]), load(checkpoint).sample(classes=[3]))
-    renamed = alone.rename(tmp_path / "renamed")
-    with refused(str(renamed), "config.json", "step-00000100"):
-        load(renamed)
-
-
-def test_an_exported_file_draws_the_images_of_its_run(
-    moved: dict[str, Path], tmp_path: Path, run_script: RunScript
-) -> None:
-    file = tmp_path / "model.safetensors"
-    assert run_script("torchditan", "export", moved["pixels"], file).code == 0
-    trained = load(file, options={"sampling.guidance_scale": 1.0})
-    assert (trained.step, trained.weights, trained.config.sampling.guidance_scale) == (2, "ema", 1.0)
-    run = load(moved["pixels"])
-    assert torch.equal(load(str(file)).sample(classes=["yak", "dog"], seed=4), run.sample(classes=[3, 1], seed=4))
-    assert run_script("torchditan", "import", file, "imported").code == 0
-    assert load("imported").class_names == trained.class_names == run.class_names == list(CLASSES)
-    for arguments, about in (({"step": 1}, "--step = 1"), ({"weights": "raw"}, '--weights = "raw"')):
-        with refused(about, str(file)):
-            load(file, **arguments)  # type: ignore[arg-type]
-    file.write_bytes(file.read_bytes()[:1000])
-    with refused(str(file), "truncated"):
-        load(file)

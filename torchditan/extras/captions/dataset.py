@@ -325,11 +325,11 @@ def rows_of_prompts(
     if conditioning.kept & conditioning.tensors.keys():
         right = "this model continues a first frame; export the LoRA, and sample with the model's own pipeline"
         raise option_error("--prompts", list(prompts), right)
-    rows, null = encode_prompts(config, prompts, rank=Rank(0, 0, 1))
+    rows, null = encode_prompts(config, prompts)
     return rows, with_empty_caption(spec, null, config, device=device)
 
 
-def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tuple[SampleRows, dict[str, torch.Tensor]]:
+def encode_prompts(config: Config, prompts: Sequence[str]) -> tuple[SampleRows, dict[str, torch.Tensor]]:
     """Rows for these texts and the embeddings of the empty caption, from the encoders of a run or from its cache.
 
     Raises:
@@ -340,7 +340,7 @@ def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tup
     negative = config.sampling.negative_prompt
     embed: Embed = Lookup(encoders)
     if not encoders.is_lookup:
-        embed = _encode_texts(config, {*prompts, negative}, encoders, folder=folder, rank=rank)
+        embed = _encode_texts(config, {*prompts, negative}, encoders, folder=folder, rank=Rank(0, 0, 1))
     _report_tokens(encoders, captions=(), prompts={*prompts, negative})
     return _rows_of(prompts, embed, negative=negative), embed("")
 

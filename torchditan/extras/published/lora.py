@@ -26,8 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchditan.checkpoint.weights import Weights
+from torchditan.config.loader import from_dict
+from torchditan.config.options import Config
 from torchditan.errors import ConfigError, option_error
-from torchditan.extras.published.lora_file import AdapterWeights, read_adapter
+from torchditan.extras.published.lora_file import AdapterWeights, is_lora, read_adapter, stated_model
 from torchditan.models.initialization import fill, weight_generator
 
 DEFAULT = "default"
@@ -42,7 +45,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, target_modules: Seque
             uninitialised until `init_lora`.
         rank, alpha: as in the formula at the top of this file.
         target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
-            names. Each must match a layer. A convolution matches only by the end of its name (`pos_embed.proj`).
+            names. Each must match a layer.
 
     Returns:
         Names of the adapted layers.
@@ -58,32 +61,30 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, target_modules: Seque
 
 
 def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Linear layers that any pattern matches, and convolutions matched by the end of their name, in model order.
+    """Linear layers that any pattern matches, in model order.
 
     Raises:
         ConfigError: a pattern matches no layer, or is not a valid regular expression.
     """
-    names, all_names = _layers_of(model, nn.Linear), _layers_of(model, nn.Linear, nn.Conv2d)
+    names = _linear_layers(model)
     found: set[str] = set()
     for pattern in patterns:
         try:
             whole = re.compile(pattern)
         except re.error as error:
             raise option_error("lora.target_modules", pattern, f"is not a valid regular expression: {error}") from None
-        ending = {name for name in all_names if f".{name}".endswith(f".{pattern}")}
-        linear = {name for name in names if name in ending or whole.fullmatch(name)}
-        matching = linear or ending  # convolutions only if no linear layer matches: older patterns keep their meaning
+        matching = {name for name in names if f".{name}".endswith(f".{pattern}") or whole.fullmatch(name)}
         if not matching:
             ends = ", ".join(sorted({_last_part(name) for name in names}))
             raise option_error("lora.target_modules", pattern, f"matches no linear layer; their names end in {ends}")
         found |= matching
     if not found:
         raise option_error("lora.target_modules", list(patterns), "must name at least one layer")
-    return [name for name in all_names if name in found]
+    return [name for name in names if name in found]
 
 
-def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """Names of the layers of these kinds in the model without adapters. Adapted layers are included."""
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Names of the linear layers in the model without adapters. Adapted layers are included."""
     from peft.tuners.lora import LoraLayer
 
     names, wrapped = [], None
@@ -92,7 +93,7 @@ def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             continue
         if isinstance(module, LoraLayer):
             wrapped = f"{name}."
-        if isinstance(getattr(module, "base_layer", module), kinds):
+        if isinstance(getattr(module, "base_layer", module), nn.Linear):
             names.append(name)
     return names
 
@@ -144,7 +145,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
         if ".lora_B." in name:
             fill(parameter, torch.zeros(parameter.shape))
         else:
-            bound = 1 / math.sqrt(math.prod(parameter.shape[1:]))
+            bound = 1 / math.sqrt(parameter.shape[1])
             draw = weight_generator(seed, name).random(tuple(parameter.shape), dtype="float32")
             fill(parameter, torch.from_numpy(draw).mul_(2 * bound).sub_(bound))
 
@@ -175,21 +176,14 @@ def set_active_adapters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def active_only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context manager in which only these adapters are active; `[]` is the published model."""
+def without_assistant(model: nn.Module) -> Iterator[None]:
+    """Context manager for sampling: the base with the trained adapter, without the assistant."""
     before = active_adapters(model)
-    set_active_adapters(model, names)
+    set_active_adapters(model, [name for name in before if name != ASSISTANT])
     try:
         yield
     finally:
         set_active_adapters(model, before)
-
-
-@contextmanager
-def without_assistant(model: nn.Module) -> Iterator[None]:
-    """Context manager for sampling: the base with the trained adapter, without the assistant."""
-    with active_only(model, [name for name in active_adapters(model) if name != ASSISTANT]):
-        yield
 
 
 def load_assistant(model: nn.Module, source: Path) -> AdapterWeights:
@@ -234,13 +228,12 @@ def _inside_wrapper(model: nn.Module, name: str) -> str:
 
 def _read_for(model: nn.Module, source: Path | Mapping[str, Tensor], *, shown: str, **options: Any) -> AdapterWeights:
     """`read_adapter` for a model that has or gets adapters, with matrices of the sizes of its layers."""
-    weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), shown=shown, **options)
+    weights = read_adapter(source, _linear_layers(model), shown=shown, **options)
     for name, down in weights.down.items():
         layer: Any = model.get_submodule(name)
-        out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
+        out_size, in_size = getattr(layer, "base_layer", layer).weight.shape
         up = weights.up[name]
-        fits_down = down.shape[1:] == (in_size, *kernel)
-        if not (fits_down and up.shape == (out_size, down.shape[0], *(1 for _ in kernel))):
+        if down.shape[1:] != (in_size,) or up.shape != (out_size, down.shape[0]):
             right = f"is a LoRA for another model: {name} maps {in_size} to {out_size} here"
             raise ConfigError(f"{shown} {right}, {down.shape[-1]} to {up.shape[0]} there")
     return weights
@@ -255,54 +248,62 @@ def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = 
             fill(parameter, matrices[layer])
 
 
-def start_from(
-    model: nn.Module,
-    source: Path | Mapping[str, Tensor],
-    *,
-    rank: int,
-    scale: float,
-    target_modules: Sequence[str],
-    alpha: float | None = None,
-    shown: str,
-) -> tuple[int, int]:
+def start_from(model: Any, weights: Weights, config: Config) -> list[str]:
     """Fill the trained adapter of a new run, sharded or not, so that it computes what another LoRA computes.
 
-    Layers that the other LoRA lacks keep their zeros in B. No communication.
+    Layers that the other LoRA lacks keep their zeros in B. No communication. The base is the published model in both,
+    so that time and prediction are known.
 
     Args:
-        model: its trained adapter has initial values.
-        source, alpha, shown: see `read_adapter`.
-        rank, scale, target_modules: of the trained adapter. `scale` is its alpha / rank.
+        model: a `PublishedModel` whose trained adapter has initial values.
+        weights: the other LoRA, of a run or a file.
+        config: of this run.
 
     Returns:
-        How many layers of the adapter the source has, and how many there are.
+        What to say about layers without weights.
 
     Raises:
         ConfigError: the source is not a LoRA, is for another model, or has another rank or layers without an adapter.
     """
-    weights = _read_for(model, source, shown=shown, alpha=alpha, scale=scale)
-    trained = {name.partition(".lora_")[0] for name, _ in lora_parameters(model)}
+    shown, lora = str(weights.path), config.lora
+    if not is_lora(weights.shapes):
+        right = "give them as --model.path (torchditan export RUN FOLDER --format diffusers)"
+        raise ConfigError(f"{shown} has all weights of a model, and this run trains a LoRA; {right}")
+    source: Path | dict[str, Tensor] = weights.path
+    if weights.config is None:
+        alpha, there = None, stated_model(weights.path)
+    else:
+        source, options = weights.tensors(), from_dict(weights.config)
+        alpha, there = options.lora.alpha, options.model.name
+    if there not in (None, config.model.name):
+        here = config.model.name
+        raise ConfigError(f"{shown} is a LoRA for another model: model.name was {there}, and is {here} here")
+    rank, scale = lora.rank, 1 if lora.alpha is None else lora.alpha / lora.rank
+    found = _read_for(model.transformer, source, shown=shown, alpha=alpha, scale=scale)
+    trained = {name.partition(".lora_")[0] for name, _ in lora_parameters(model.transformer)}
     # A file in kohya's names has zeros for those parts of a fused layer that were not trained.
-    if further := [name for name, up in weights.up.items() if name not in trained and up.any()]:
+    if further := [name for name, up in found.up.items() if name not in trained and up.any()]:
         ends = sorted({re.split(r"blocks\.\d+\.", name)[-1] for name in further})
-        right = f"does not train; add them with --lora.target_modules {shlex.join([*target_modules, *ends])}"
+        targets = shlex.join([*(lora.target_modules or model.lora_targets), *ends])
+        right = f"does not train; add them with --lora.target_modules {targets}"
         raise ConfigError(f"{shown} has {len(further)} layers, such as {further[0]}, that this run {right}")
     down, up = {}, {}
-    for name in trained & weights.up.keys():
-        down[name], up[name] = _without_zeros(weights.down[name], weights.up[name], rank)
+    for name in trained & found.up.keys():
+        down[name], up[name] = _without_zeros(found.down[name], found.up[name], rank)
     ranks = sorted({matrix.shape[0] for matrix in down.values()})
     if len(ranks) > 1:
         raise ConfigError(f"{shown} has ranks from {ranks[0]} to {ranks[-1]}; must be lora.rank in all layers")
     if ranks not in ([], [rank]):
         raise ConfigError(f"{shown} has rank {ranks[0]}, and lora.rank is {rank} here; set --lora.rank {ranks[0]}")
-    fill_adapter(model, AdapterWeights(down, up), DEFAULT)
-    return len(down), len(trained)
+    fill_adapter(model.transformer, AdapterWeights(down, up), DEFAULT)
+    missing = len(trained) - len(down)
+    return [f"{missing} of {len(trained)} layers are not in it and start at zero"] if missing else []
 
 
 def _without_zeros(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The same product of lower rank: without columns of zeros in B, as a fused layer in kohya's names has them."""
     if down.shape[0] <= rank:
         return down, up
-    is_used = up.transpose(0, 1).flatten(1).any(dim=1)
+    is_used = up.any(dim=0)
     kept = torch.argsort((~is_used).int(), stable=True)[: max(rank, int(is_used.sum()))]
     return down[kept], up[:, kept]

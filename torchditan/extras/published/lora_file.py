@@ -56,7 +56,7 @@ def read_adapter(
     alpha: float | None = None,
     scale: float = 1,
 ) -> AdapterWeights:
-    """The matrices of a LoRA for a model with these linear layers and convolutions.
+    """The matrices of a LoRA for a model with these linear layers.
 
     Accepts the names of diffusers and peft (`transformer.<layer>.lora_A.weight`), and those of kohya for FLUX and SD3
     (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha`, from diffusers'

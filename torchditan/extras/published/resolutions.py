@@ -2,7 +2,7 @@
 """Published models in pixels and frames: translates the `model` and `resolution` of a grid to options.
 
 Notable: a published model trains on latents, so the sizes of the dummy dataset are latent cells. Each family defines
-its latent cells in finetune/published/. Those files import torch, so they are imported only if a model is named.
+its latent cells in its own file. Those files import torch, so they are imported only if a model is named.
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ _JOINT = {
     "context_block.adaLN_modulation.1": ("norm1_context.linear",),
 }
 _REST = {
-    "x_embedder.proj": ("pos_embed.proj",),
     "context_embedder": ("context_embedder",),
     "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
     "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),

@@ -32,7 +32,6 @@ from torchditan.extras.autoencoders import kind_of
 from torchditan.extras.autoencoders.published import FILES as VAE_FILES
 from torchditan.extras.autoencoders.published import find_published
 from torchditan.extras.latents.latent_space import open_decoder
-from torchditan.extras.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
 from torchditan.extras.weights.formats.diffusers_dit import (
     CLASS_NAME,
     EXPORT_FILE,
@@ -44,6 +43,7 @@ from torchditan.extras.weights.formats.diffusers_dit import (
     SCHEDULER_LIKE_OURS,
     names_in_diffusers,
 )
+from torchditan.extras.weights.pipeline_export import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline, export_pipeline
 from torchditan.extras.weights.trained_model import stored_spec
 from torchditan.models import ModelSpec
 from torchditan.models.dit import NORM_EPS, DiTConfig
@@ -94,8 +94,6 @@ def export_to_diffusers(weights: Weights, folder: Path, *, dtype: torch.dtype) -
         raise ConfigError(f"{folder} exists; choose another name")
     assert weights.config is not None
     if weights.config["model"]["name"] in FAMILIES:
-        from torchditan.extras.weights.pipeline_export import export_pipeline
-
         return export_pipeline(weights, folder, dtype=dtype)
     return _export_dit(weights, folder, dtype=dtype)
 
@@ -129,7 +127,7 @@ def _export_dit(weights: Weights, folder: Path, *, dtype: torch.dtype) -> Export
     if isinstance(vae, str):
         scheduler = f'DDIMScheduler.from_pretrained("{folder}", subfolder="scheduler")'
         how_to_open, left_out = f'DiTPipeline({CLASS_NAME}.from_pretrained("{folder}"), VAE, {scheduler})', vae
-    return ExportedPipeline(weights, how_to_open, left_out, notes=_other_samples(config))
+    return ExportedPipeline(how_to_open, left_out, notes=_other_samples(config))
 
 
 def _mistakes(config: Config, spec: ModelSpec) -> Iterator[str]:

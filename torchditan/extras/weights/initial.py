@@ -6,21 +6,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchditan.checkpoint.weights import HOW_TO_IMPORT, Weights
-from torchditan.config.loader import from_dict, to_dict
+from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
 from torchditan.distributed.process_group import from_rank_0, raise_on_all_ranks
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.published.lora import start_from
-from torchditan.extras.published.lora_file import is_lora, stated_model
+from torchditan.extras.published.lora_file import is_lora
 from torchditan.extras.weights.opening import open_weights
 from torchditan.extras.weights.shared import is_shared
 from torchditan.models.saved_weights import OPTIONAL, saved_weights
@@ -52,8 +51,10 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
         [] if weights.config is None else differences(_model_options(weights.config), _model_options(to_dict(config)))
     )
     with _on_all_ranks(path):  # a rank may be the only one that reads a damaged tensor
-        fill = _fill_lora if config.lora.rank else _fill_all
-        notes = fill(model, weights, config, differing)
+        if config.lora.rank:
+            notes = start_from(model, weights, config)
+        else:
+            notes = _fill_all(model, weights, config, differing)
     step = "" if weights.step is None else f", step {weights.step} ({weights.kind})"
     return "; ".join([f"weights of {path}{step}", *notes, *differing])
 
@@ -73,19 +74,6 @@ def _on_all_ranks(path: str) -> Iterator[None]:
         raise mistake
 
 
-def identity_of(path: str) -> str | None:
-    """What identifies the LoRA at this path by its matrices, whatever their names; None for other weights."""
-    try:
-        weights = None if is_shared(path) else open_weights(path)
-        if weights is None or not is_lora(weights.shapes):
-            return None
-        tensors = [weights.tensor(name) for name in weights.shapes]
-    except ConfigError:  # a run that continues does not need it any more
-        return None
-    hashes = sorted(sha256(tensor.float().numpy().tobytes()).hexdigest() for tensor in tensors if tensor.ndim > 1)
-    return f"lora-{sha256(' '.join(hashes).encode()).hexdigest()[:16]}"
-
-
 def _fill_all(model: nn.Module, weights: Weights, config: Config, differing: list[str]) -> list[str]:
     """Load all weights of a model. Returns what to say about new ones."""
     if is_lora(weights.shapes):
@@ -96,36 +84,6 @@ def _fill_all(model: nn.Module, weights: Weights, config: Config, differing: lis
     missing = [name for name in saved_weights(model).keys() - weights.shapes.keys() if name.startswith(OPTIONAL)]
     new = sorted({".".join(name.split(".")[:2]) for name in missing})
     return [f"new {', '.join(new)}"] if new else []
-
-
-def _fill_lora(model: nn.Module, weights: Weights, config: Config, differing: list[str]) -> list[str]:
-    """Start the LoRA of a new run from another one. Returns what to say about layers without weights.
-
-    The base is the published model in both, so that time and prediction are known.
-    """
-    if not is_lora(weights.shapes):
-        right = "give them as --model.path (torchditan export RUN FOLDER --format diffusers)"
-        raise ConfigError(f"{weights.path} has all weights of a model, and this run trains a LoRA; {right}")
-    source: Path | dict[str, Tensor] = weights.path
-    if weights.config is None:
-        alpha, there = None, stated_model(weights.path)
-    else:
-        source, options = weights.tensors(), from_dict(weights.config)
-        alpha, there = options.lora.alpha, options.model.name
-    if there not in (None, config.model.name):
-        here = config.model.name
-        raise ConfigError(f"{weights.path} is a LoRA for another model: model.name was {there}, and is {here} here")
-    lora, published = config.lora, cast(Any, model)
-    started, layers = start_from(
-        published.transformer,
-        source,
-        rank=lora.rank,
-        scale=1 if lora.alpha is None else lora.alpha / lora.rank,
-        target_modules=lora.target_modules or published.lora_targets,
-        alpha=alpha,
-        shown=str(weights.path),
-    )
-    return [f"{layers - started} of {layers} layers are not in it and start at zero"] if started < layers else []
 
 
 def _check_convention(weights: Weights, config: Config) -> None:

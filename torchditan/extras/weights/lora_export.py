@@ -177,7 +177,7 @@ def export_run(
     step: int | None = None,
     weights: Kind | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[list[str], int]:
+) -> tuple[list[str], int, list[str]]:
     """Write the LoRA of a run directory to a file.
 
     Args:
@@ -187,7 +187,7 @@ def export_run(
         weights: averaged or raw. None: averaged if the run kept an average.
 
     Returns:
-        (layers in the file, step of the checkpoint)
+        (layers in the file, step of the checkpoint, kohya names of layers that sd-scripts does not load)
 
     Raises:
         ConfigError: the folder is not a run, the run did not train a LoRA, or it lacks the checkpoint or weights.
@@ -210,4 +210,5 @@ def export_run(
         base=config.model.path or config.model.flavor,
         dtype=dtype,
     )
-    return layers, opened.step
+    ignored = ignored_by_sd_scripts(config.model.name, layers) if format == "kohya" else []
+    return layers, opened.step, ignored

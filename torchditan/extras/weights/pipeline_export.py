@@ -25,11 +25,25 @@ from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.errors import ConfigError
 from torchditan.extras.published.families import PublishedModel, family
-from torchditan.extras.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
 from torchditan.extras.weights.trained_model import stored_spec
 from torchditan.models.saved_weights import saved_weights
 from torchditan.run.atomic_files import new_folder
 from torchditan.run.hub import fetch
+
+INDEX_FILE = "model_index.json"
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+
+
+@dataclass(frozen=True)
+class ExportedPipeline:
+    """Result of an export to diffusers."""
+
+    how_to_open: str
+    """A line of Python."""
+    left_out: str | None
+    """Reason why only the transformer was exported; None for a whole pipeline."""
+    notes: tuple[str, ...] = ()
+    """How the samples of the pipeline differ from those of the run."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +55,7 @@ class _OtherParts:
 
 
 def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> ExportedPipeline:
-    """`torchditan.extras.weights.diffusers_export.export_to_diffusers` for a full fine-tune of a published model.
-
-    Args:
-        weights: those of a published model, from `open_model`.
-        folder: the folder to create; it must not exist.
-        dtype: float32 or bfloat16, of the transformer. Other parts are copied unchanged.
-
-    Raises:
-        ConfigError: `folder` exists or cannot be written, or the weights are those of another model.
-    """
+    """`diffusers_export.export_to_diffusers` for a full fine-tune of a published model."""
     assert weights.config is not None
     config = from_dict(weights.config)
     cls, flavor = family(config.model.name), family(config.model.name).flavors[config.model.flavor]
@@ -71,10 +76,10 @@ def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> Ex
         model.transformer.save_config(inner)
         write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, weights, dtype), metadata)
     if isinstance(parts, _OtherParts):
-        return ExportedPipeline(weights, f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
+        return ExportedPipeline(f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
     base = config.text_encoder.path or config.model.path or flavor.hub_name or "BASE"
     transformer = f'{cls.subfolder}={cls.model_class}.from_pretrained("{folder}")'
-    return ExportedPipeline(weights, f'{pipeline_class}.from_pretrained("{base}", {transformer})', left_out=parts)
+    return ExportedPipeline(f'{pipeline_class}.from_pretrained("{base}", {transformer})', left_out=parts)
 
 
 def _transformer_tensors(model: PublishedModel, weights: Weights, dtype: torch.dtype) -> list[TensorToWrite]:

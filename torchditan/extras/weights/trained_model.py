@@ -42,7 +42,6 @@ OUTPUTS = Path("outputs")
 """Where commands write about weights that belong to no run, in the working directory."""
 _MOST_NAMES = 20
 """Names of classes in a message."""
-_ARGUMENTS = ("classes", "prompts", "samples_per_class", "num_samples", "seed", "batch_size")
 _REPLACEABLE = ("sampling", "autoencoder", "text_encoder", "cache.folder", "dataset.root_dir", "model.path")
 
 
@@ -221,19 +220,17 @@ class TrainedModel:
         Raises:
             ConfigError: a class is unknown, the model has no classes or no prompts, or an option is wrong.
         """
-        _check_names(sampling)
-        samples_per_class = _count("samples_per_class", samples_per_class)
-        num_samples = None if num_samples is None else _count("num_samples", num_samples)
-        batch_size = _count("batch_size", batch_size)
-        seed = _integer("seed", seed, "must be an integer")
+        for name, count in (("samples_per_class", samples_per_class), ("num_samples", num_samples)):
+            if count is not None and count < 1:
+                raise option_error(name, count, "must be an integer of at least 1")
         changed = {f"sampling.{name}": value for name, value in sampling.items()}
         drawn = replace(self, config=override(self.config, _plain(changed), sections=("sampling",)))
         if num_samples is not None and (self.takes_prompts or self.num_classes):
             raise option_error("num_samples", num_samples, "this model is conditional; give samples_per_class")
         to_pixels = drawn.open_decoder()
         rows = drawn.rows(classes=classes, prompts=prompts)
-        per_row = num_samples or samples_per_class
-        samples = drawn.generate_rows(rows, samples_per_row=per_row, seed=seed, batch_size=batch_size)
+        per_row = operator.index(num_samples or samples_per_class)
+        samples = drawn.generate_rows(rows, samples_per_row=per_row, seed=operator.index(seed), batch_size=batch_size)
         images = to_pixels(samples).flatten(0, 1)  # (N, C, H, W)
         num_bad = int((~images.isfinite()).flatten(1).any(1).sum())
         if num_bad:
@@ -285,7 +282,7 @@ class TrainedModel:
         labels = []
         for each in given:
             if not isinstance(each, str):
-                labels.append(_integer("classes", each, right, shown=classes))
+                labels.append(operator.index(each))
             elif each in self.class_names:
                 labels.append(self.class_names.index(each))
             else:
@@ -443,46 +440,11 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
-def _integer(name: str, value: Any, right: str, *, shown: Any = None) -> int:
-    """An integer of Python, numpy or torch as one of Python; the error shows `shown`, or else the value."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise option_error(name, value if shown is None else shown, right) from None
-
-
-def _count(name: str, value: Any) -> int:
-    right = "must be an integer of at least 1"
-    count = _integer(name, value, right)
-    if count < 1:
-        raise option_error(name, count, right)
-    return count
-
-
-def _check_names(sampling: Mapping[str, Any]) -> None:
-    """Refuse names that `TrainedModel.sample` does not take."""
-    taken = SamplingOptions.__annotations__
-    for name in sampling:
-        if name not in taken:
-            names = (*_ARGUMENTS, *taken)
-            hint = did_you_mean(name, names) or f"; must be one of {', '.join(names)}"
-            raise ConfigError(f"{name} is not an argument of sample{hint}")
-
-
 def _device(given: torch.device | str | None) -> torch.device:
-    """Raises ConfigError unless the device is cpu, cuda (NVIDIA or AMD) or mps (Apple), and this machine has it."""
+    """The device of this name. Raises ConfigError if it needs a GPU that this machine does not have."""
     if given is None:
         return Rank(0, 0, 1).device
-    right = "must be cpu, cuda, cuda:N or mps"
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError):
-        raise option_error("device", str(given), right) from None
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise option_error("device", str(given), right)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise option_error("device", str(given), "this machine has no Apple GPU; must be cpu or cuda")
-    num_gpus = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+    device = torch.device(given)
+    if device.type == "cuda" and (device.index or 0) >= (num_gpus := torch.cuda.device_count()):
         raise option_error("device", str(given), f"this machine has {num_gpus} CUDA devices")
     return device
