@@ -4,48 +4,22 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import os
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from torchditan.config.prompts import is_unicode
-from torchditan.datasets.images import HOW_TO_READ, Encoded, corrupt_image
+from torchditan.datasets.encoded import Encoded, File
+from torchditan.datasets.images import HOW_TO_READ
 from torchditan.datasets.splits import suffix_of
 from torchditan.errors import ConfigError, is_finite_number, option_error, some
 
 Refusal = Callable[[str], ConfigError]
 """Message -> the error with the option and its value."""
-
-
-@dataclass(frozen=True)
-class File:
-    path: Path
-
-    def open(self) -> BinaryIO:
-        return self.path.open("rb")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A row of an Arrow image column: bytes and path as the hub stores them, or only bytes."""
-
-    column: Any
-    row: int
-
-    def open(self) -> BinaryIO:
-        value = self.column[self.row].as_py()
-        if isinstance(value, dict):
-            if value["bytes"] is None and value.get("path"):  # an image folder of the hub, already downloaded
-                return Path(value["path"]).open("rb")
-            value = value["bytes"]
-        if value is None:
-            raise OSError("no data")
-        return io.BytesIO(value)
 
 
 @dataclass(frozen=True)
@@ -177,16 +151,3 @@ def _weights(given: Any, count: int, *, where: str, refusal: Refusal) -> tuple[f
     if not is_right or math.isinf(sum(map(float, given))):
         raise refusal(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
     return tuple(given)
-
-
-def read_bytes(content: Encoded, *, where: str) -> bytes:
-    """Read the whole file.
-
-    Raises:
-        CorruptImageError: it cannot be read.
-    """
-    try:
-        with content.open() as file:
-            return file.read()
-    except OSError as error:
-        raise corrupt_image(where, error.strerror or str(error)) from error

@@ -21,11 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchditan.config import options
-from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.caption_entries import (
     Captions,
     Entry,
-    File,
     Frames,
     Picture,
     Refusal,
@@ -35,8 +33,10 @@ from torchditan.datasets.caption_entries import (
     kind_word,
     pair,
 )
+from torchditan.datasets.encoded import File
 from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES
 from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
+from torchditan.datasets.tables import read_parquet
 from torchditan.datasets.tars import CAPTION_SUFFIXES, MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 from torchditan.errors import option_error, shorten, some
@@ -218,8 +218,7 @@ def _why_unknown(path: Path, name: str, *, is_video: bool) -> str:
 def _rows(path: Path, *, where: str, refusal: Refusal) -> Iterator[tuple[int, Any]]:
     """(number of its line, content) of each row of a metadata file."""
     if path.suffix == ".parquet":
-        rows = import_optional("pyarrow.parquet", extra="hub").read_table(path).to_pylist()
-        yield from enumerate(rows, start=1)
+        yield from enumerate(read_parquet(path, shown=where).to_pylist(), start=1)
         return
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -22,7 +22,6 @@ from torchditan.config import options
 from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.caption_entries import (
     Captions,
-    Cell,
     Entry,
     Frames,
     Refusal,
@@ -35,10 +34,12 @@ from torchditan.datasets.caption_entries import (
     refusal_of,
 )
 from torchditan.datasets.caption_folder import METADATA_FILES, read_folder
+from torchditan.datasets.encoded import Cell, Encoded
 from torchditan.datasets.hub import find_splits, load_rows
-from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Encoded, describe_files
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, describe_files
 from torchditan.datasets.options import is_tar_address
-from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of_file, suffix_of, walk
+from torchditan.datasets.splits import Split, describe_parts, divide_files, suffix_of, walk
+from torchditan.datasets.tables import check_images, read_parquet, type_of
 from torchditan.datasets.tars import (
     CAPTION_SUFFIXES,
     Members,
@@ -65,7 +66,8 @@ def read_source(place: str, split: Split, *, config: options.Dataset, cache_fold
     if is_tar_address(place) or (root.is_file() and root.suffix == ".tar"):
         source = _read_tars(place, split, config=config, cache_folder=cache_folder)
     elif root.is_file() and root.suffix == ".parquet":
-        source = Source(_read_parquet(root, [root], config, refusal=refusal), False, [])
+        table = read_parquet(root, shown=place)
+        source = Source(_read_table(table, config, where=root.name, refusal=refusal), False, [])
     elif root.is_dir():
         source = _read_mixed(root, split, config=config, cache_folder=cache_folder, refusal=refusal)
     else:
@@ -175,33 +177,14 @@ def _captions_of(shard: Shard, caption_key: str, *, refusal: Refusal) -> dict[st
 
 
 def _read_tables(root: Path, names: list[str], split: Split, *, config: options.Dataset, refusal: Refusal) -> Source:
-    """A split of the parquet files below a folder, by the names of folders and files."""
-    paths = {name: tuple(name.split("/")) for name in names}
-    folders = {name: (*path[:-1], part_of_file(path[-1]) or path[-1]) for name, path in paths.items()}
-    division = Division(folders.values(), has_classes=False)
-    parts: dict[Part, list[str]] = {part: [] for part in PARTS}
-    for name in names:
-        parts[division.place(folders[name])[0]].append(name)
+    """A split of the parquet files below a folder."""
+    parts = divide_files(names)
     if not parts["train"]:
         raise refusal(f"holds no parquet files for training, only {some(names)}")
-    chosen = parts[split if parts["validation"] else "train"]
-    entries = _read_parquet(root, [root / name for name in chosen], config, refusal=refusal)
+    entries: list[Entry] = []
+    for name in parts[split if parts["validation"] else "train"]:
+        entries += _read_table(read_parquet(root / name, shown=str(root)), config, where=name, refusal=refusal)
     return Source(entries, bool(parts["validation"]), describe_parts(parts, what="parquet file"))
-
-
-def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
-    parquet = import_optional("pyarrow.parquet", extra="hub")
-    pyarrow = import_optional("pyarrow", extra="hub")
-    entries = []
-    for path in paths:
-        try:
-            table = parquet.read_table(path, memory_map=True)
-        except (pyarrow.ArrowException, OSError, ValueError) as error:  # of damage in a page of data, OSError
-            why = str(error).partition("\n")[0]
-            raise refusal(f"{path.name} is not a readable parquet file ({why})") from error
-        where = path.name if path == root else path.relative_to(root).as_posix()
-        entries += _read_table(table, config, where=where, refusal=refusal)
-    return entries
 
 
 def read_hub(config: options.Dataset, split: Split) -> Source:
@@ -210,9 +193,6 @@ def read_hub(config: options.Dataset, split: Split) -> Source:
     names = find_splits(config.hub_name)
     is_divided = bool(names["validation"])
     rows = load_rows(config.hub_name, names[split if is_divided else "train"][0], streaming=False)
-    datasets = import_optional("datasets", extra="hub")
-    if isinstance(rows.features.get(config.image_key), datasets.Image):
-        rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
     refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
     entries = _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
     return Source(entries, is_divided, describe_parts(names, what="split"))
@@ -224,14 +204,8 @@ def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Ref
     if config.num_frames is not None:
         right = "parquet files and hub datasets contain images; leave it out, or use files with --dataset.root_dir"
         raise option_error("dataset.num_frames", config.num_frames, right)
-    for option, key in (("image_key", config.image_key), ("caption_key", config.caption_key)):
-        if key not in table.column_names:
-            right = f"must be one of the columns of {where}: {', '.join(table.column_names)}"
-            raise option_error(f"dataset.{option}", key, right)
-    image_type, caption_type = table.schema.field(config.image_key).type, table.schema.field(config.caption_key).type
-    has_bytes = types.is_struct(image_type) and image_type.get_field_index("bytes") >= 0
-    if not has_bytes and not types.is_binary(image_type) and not types.is_large_binary(image_type):
-        raise option_error("dataset.image_key", config.image_key, f"holds {image_type} in {where}; must be images")
+    check_images(table.schema, config.image_key, where=where)
+    caption_type = type_of(table.schema, "caption_key", config.caption_key, where=where)
     has_lists = types.is_list(caption_type) or types.is_large_list(caption_type)
     text_type = caption_type.value_type if has_lists or types.is_dictionary(caption_type) else caption_type
     if not types.is_string(text_type) and not types.is_large_string(text_type):

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import itertools
 import re
-import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,13 @@ import torch
 from torchditan.config import options
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
-from torchditan.datasets.caption_entries import Entry, File, Frames, Source, read_bytes
+from torchditan.datasets.caption_entries import Entry, Frames, Source
 from torchditan.datasets.caption_folder import refuse_bare
 from torchditan.datasets.caption_sources import read_hub, read_source
+from torchditan.datasets.encoded import Encoded, File, read_bytes
 from torchditan.datasets.file_check import damage_of
-from torchditan.datasets.folder import HELD_OUT_SHARE
 from torchditan.datasets.images import (
     Crop,
-    Encoded,
     UnreadableError,
     convert,
     corrupt_image,
@@ -43,14 +41,8 @@ from torchditan.datasets.images import (
     load_sample,
     open_picture,
 )
-from torchditan.datasets.options import (
-    existing_path,
-    height_and_width,
-    is_tar_address,
-    photo_channels,
-    refuse,
-)
-from torchditan.datasets.splits import Split, suffix_of
+from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
+from torchditan.datasets.splits import HELD_OUT_SHARE, Split, held_out, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.errors import counted, option_error, some
 from torchditan.randomness import generator, name_to_index
@@ -324,9 +316,8 @@ def _hold_out(entries: list[Entry], config: options.Dataset) -> dict[Split, list
     count = _num_held_out(entries, config)
     if count >= len(entries):
         raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the number of images")
-    checksums = np.array([zlib.crc32(entry.name.encode(errors="surrogateescape")) for entry in entries])
-    chosen = set(np.argsort(checksums, kind="stable")[:count].tolist())
+    chosen = held_out((entry.name.encode(errors="surrogateescape") for entry in entries), count=count)
     return {
-        "train": [entry for place, entry in enumerate(entries) if place not in chosen],
-        "validation": [dataclasses.replace(entries[place], repeats=1) for place in sorted(chosen)],
+        "train": [entry for entry, is_held_out in zip(entries, chosen, strict=True) if not is_held_out],
+        "validation": [dataclasses.replace(entries[place], repeats=1) for place in np.flatnonzero(chosen)],
     }

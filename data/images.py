@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError, features
@@ -98,12 +98,6 @@ def describe_files(counts: Mapping[str, int]) -> str:
     found = [(count, suffix) for suffix, count in sorted(counts.items()) if count]
     shown = {suffix: f" ({hints[suffix]})" for _, suffix in found if suffix in hints}
     return ", ".join(f"{count:,} {suffix or 'without suffix'}{shown.get(suffix, '')}" for count, suffix in found)
-
-
-class Encoded(Protocol):
-    """An encoded image or video."""
-
-    def open(self) -> BinaryIO: ...
 
 
 class UnreadableError(Exception):

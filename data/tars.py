@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from torchditan.config.optional_libraries import import_optional
+from torchditan.datasets.byte_ranges import ByteRanges
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.images import IMAGE_SUFFIXES, describe_files
 from torchditan.datasets.splits import (
@@ -39,9 +40,9 @@ from torchditan.datasets.splits import (
     Part,
     Split,
     describe_parts,
+    divide_files,
     is_hidden,
     part_of,
-    part_of_file,
     suffix_of,
     walk,
 )
@@ -140,64 +141,16 @@ class TarMember:
     def open(self) -> BinaryIO:
         if self.damage is not None:
             raise OSError(self.damage)
-        return _Reader(_open_part(self.path, self.offset, self.size))
+        return cast(BinaryIO, _open_part(self.path, self.offset, self.size))
 
 
-class _Part(io.RawIOBase):
-    """`size` bytes of a file, starting at `offset`."""
-
-    def __init__(
-        self, read_at: Callable[[int, int], bytes], offset: int, size: int, *, on_close: Callable[[], None]
-    ) -> None:
-        self.read_at, self.offset, self.size, self.on_close = read_at, offset, size, on_close
-        self.place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence])
-        return self.place
-
-    def tell(self) -> int:
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._next(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def readall(self) -> bytes:
-        return self._next(self.size)
-
-    def _next(self, count: int) -> bytes:
-        data = self.read_at(self.offset + self.place, min(count, max(0, self.size - self.place)))
-        self.place += len(data)
-        return data
-
-    def close(self) -> None:
-        if not self.closed:
-            self.on_close()
-        super().close()
-
-
-class _Reader(io.BufferedReader):
-    """Buffers a `_Part`. A plain BufferedReader allocates all bytes that a header asks for, before it reads any."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, cast(_Part, self.raw).size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
-
-
-def _open_part(file: Path | RemoteFile, offset: int, size: int) -> _Part:
+def _open_part(file: Path | RemoteFile, offset: int, size: int) -> ByteRanges:
+    ranges = [(offset, offset + size)]
     if isinstance(file, RemoteFile):
-        return _Part(file.read_at, offset, size, on_close=lambda: None)
+        return ByteRanges(file.read_at, ranges)
     descriptor = os.open(file, os.O_RDONLY)
-    return _Part(
-        lambda place, count: os.pread(descriptor, count, place), offset, size, on_close=lambda: os.close(descriptor)
+    return ByteRanges(
+        lambda place, count: os.pread(descriptor, count, place), ranges, close=lambda: os.close(descriptor)
     )
 
 
@@ -322,12 +275,10 @@ def find_shards(root: str, *, cache_folder: Path | None, blocks_gib: float | Non
     else:
         is_folder = Path(root).expanduser().is_dir()
         found = _find_local(root, other_files)
-    places: dict[Part, list[Place]] = {part: [] for part in PARTS}
-    paths = {place.name: tuple(place.name.split("/")) for place in found}
-    folders = {name: (*path[:-1], part_of_file(path[-1]) or path[-1]) for name, path in paths.items()}
-    division = Division(folders.values() if is_folder else (), has_classes=False)
-    for place in found:
-        places[division.place(folders[place.name])[0]].append(place)
+    places: dict[Part, list[Place]] = {part: found if part == "train" else [] for part in PARTS}
+    if is_folder:
+        by_name = {place.name: place for place in found}
+        places = {part: [by_name[name] for name in names] for part, names in divide_files(by_name).items()}
     if not places["train"]:
         named = f" for training, only {some(place.name for place in found)}" if found else ""
         packed = f"; it has {describe_files(other_files)}" if other_files else ""
@@ -523,29 +474,29 @@ def read_shard(place: Place) -> Shard:
     """
     shard = Shard(place, [], {}, None)
     try:
-        with _open_part(place.file, 0, place.size) as raw:
-            shard.damage = _read_members(shard, raw)
+        with _open_part(place.file, 0, place.size) as file:
+            shard.damage = _read_members(shard, file)
     except OSError as error:
         raise option_error("dataset.root_dir", str(place.file), f"cannot be read: {error.strerror or error}") from error
     return shard
 
 
-def _read_members(shard: Shard, raw: _Part) -> str | None:
+def _read_members(shard: Shard, file: ByteRanges) -> str | None:
     """Add all members, and return why some may be missing."""
     numbers: dict[str, int] = {}
     last, offset = None, 0
     try:
-        with tarfile.open(fileobj=_Reader(raw), mode="r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # it would keep all
                 last, offset = member.name, tar.offset
                 if not member.isdir() and not _is_left_out(member.name):
-                    _add(shard, numbers, member, raw)
+                    _add(shard, numbers, member, file)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # numbers, and chains of headers
         if last is None:
             return f"not a readable, uncompressed tar ({error})"
     # tarfile also stops at a header that is damaged or incomplete. A whole tar ends with blocks of zeros.
-    end = raw.read_at(offset, tarfile.BLOCKSIZE) if offset < shard.place.size else b""
+    end = _read(file, offset, tarfile.BLOCKSIZE)
     if len(end) == tarfile.BLOCKSIZE and not any(end):
         return None
     return f"truncated or damaged after the start of {last}"
@@ -556,7 +507,7 @@ def _is_left_out(name: str) -> bool:
     return bool(_META.match(name)) or any(is_hidden(part) for part in name.split("/") if part != ".")
 
 
-def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _Part) -> None:
+def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, file: ByteRanges) -> None:
     folder, slash, base = member.name.rpartition("/")
     key, dot, suffix = base.partition(".")
     if not key or not dot:  # hidden, or without a suffix
@@ -572,13 +523,13 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
     if kind in TEXT_SUFFIXES:
         if not is_whole:
             return
-        text = raw.read_at(member.offset_data, min(member.size, MOST_TEXT))
+        text = _read(file, member.offset_data, min(member.size, MOST_TEXT))
         members.texts.append(text.decode("utf-8-sig", "surrogateescape"))
     damage = None if is_whole else "incomplete"
     if not is_stored:
         damage = "a sparse file, as GNU tar writes with -S" if member.issparse() else "a link, not a file"
     if is_whole and kind in IMAGE_SUFFIXES:
-        damage = _image_damage(raw, member)
+        damage = _image_damage(file, member)
     if damage is not None:
         members.damages[str(len(members.keys))] = damage
     members.keys.append(numbers[key])
@@ -586,8 +537,14 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
     members.sizes.append(member.size if is_whole else 0)  # a damaged size may exceed 64 bits
 
 
-def _image_damage(raw: _Part, member: tarfile.TarInfo) -> str | None:
-    start = raw.read_at(member.offset_data, min(12, member.size))
-    end = raw.read_at(member.offset_data + max(0, member.size - 12), min(12, member.size))
-    part = _Part(raw.read_at, member.offset_data, member.size, on_close=lambda: None)
-    return damage_in(_Reader(part), start=start, end=end, size=member.size)
+def _read(file: ByteRanges, offset: int, count: int) -> bytes:
+    file.seek(offset)
+    return file.read(count)
+
+
+def _image_damage(file: ByteRanges, member: tarfile.TarInfo) -> str | None:
+    first, size = member.offset_data, member.size
+    start = _read(file, first, min(12, size))
+    end = _read(file, first + max(0, size - 12), min(12, size))
+    image = ByteRanges(functools.partial(_read, file), [(first, first + size)])
+    return damage_in(cast(BinaryIO, image), start=start, end=end, size=size)

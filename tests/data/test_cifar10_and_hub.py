@@ -177,7 +177,7 @@ def test_integer_labels_make_as_many_classes_as_they_need(hub: Path) -> None:
     (hub / "train-1.parquet").unlink()
     (hub / "test-0.parquet").unlink()
     assert open_hub(hub).class_names == [f"class {label}" for label in range(5)]
-    refuse("dataset.num_classes = 3: .*range .*0 to 4; .*0 to 2", open_hub, hub, num_classes=3)
+    refuse("dataset.num_classes = 3: .*has 5 classes", open_hub, hub, num_classes=3)
     refuse("dataset.num_classes = none: must be set", open_hub, hub, streaming=True)
 
 

@@ -51,7 +51,7 @@ def open_tars(root: Path | str, split: Any = "train", *, cache: Path | None = No
 
 
 def names(dataset: Any) -> list[str]:
-    return [str(dataset.path_of(index)) for index in range(len(dataset))]
+    return [dataset.name_of(index) for index in range(len(dataset))]
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_what_is_damaged_or_missing_keeps_its_number(named: str, files: Files, t
     dataset = open_tars(tmp_path)
     ((done, damages),) = dataset.check_files(tmp_path)
     assert (len(dataset), done) == (2, 2)
-    assert [f"{dataset.path_of(index)} ({reason})" for index, reason in damages.items()] == [named]
+    assert [f"{dataset.name_of(index)} ({reason})" for index, reason in damages.items()] == [named]
     with pytest.raises(CorruptImageError, match=f"^{named.split(' ')[0]}: "):
         dataset[1]
     item = read_image(dataset, 1, num_classes=0, corrupt_images="skip")

@@ -262,7 +262,7 @@ class FileDataset(ListedDataset, Protocol):
 
     root: Path
 
-    def path_of(self, index: int) -> Path: ...
+    def name_of(self, index: int) -> str: ...
 
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         """Yield the number of files checked so far and the unreadable ones: index -> reason. At least twice a minute,

@@ -494,7 +494,7 @@ def test_ctrl_c_says_how_to_continue(
     else:
         flags += ["--images_per_shard=2"]
 
-    method = "__getitem__" if command == "encode" else "path_of"
+    method = "__getitem__" if command == "encode" else "content_of"
     read, stopped = getattr(ImageFolder, method), []
 
     def interrupted(dataset: ImageFolder, index: int) -> Any:
