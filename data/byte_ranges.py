@@ -45,20 +45,25 @@ class ByteRanges(io.RawIOBase):
     def read(self, count: int | None = -1) -> bytes:
         left = max(0, self._size - self._place)
         left = left if count is None or count < 0 else min(count, left)
-        found = []
-        while left:
-            number = bisect.bisect_right(self._starts, self._place) - 1
-            part, offset = self._parts[number], self._place - self._starts[number]
-            if isinstance(part, bytes):
-                data = part[offset : offset + left]
-            else:
-                data = self._read_at(part[0] + offset, min(left, part[1] - part[0] - offset))
-            if not data:  # the file became shorter
-                break
+        data = self._read_part(left) if left else b""
+        if len(data) == left:
+            return data
+        found = [data]
+        while data and (left := left - len(data)):  # no data: the file became shorter
+            data = self._read_part(left)
             found.append(data)
-            self._place += len(data)
-            left -= len(data)
         return b"".join(found)
+
+    def _read_part(self, left: int) -> bytes:
+        """Bytes from here to the end of the part, at most `left`."""
+        number = bisect.bisect_right(self._starts, self._place) - 1
+        part, offset = self._parts[number], self._place - self._starts[number]
+        if isinstance(part, bytes):
+            data = part[offset : offset + left]
+        else:
+            data = self._read_at(part[0] + offset, min(left, part[1] - part[0] - offset))
+        self._place += len(data)
+        return data
 
     def close(self) -> None:
         if self._close is not None and not self.closed:

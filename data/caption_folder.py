@@ -35,7 +35,8 @@ from torchditan.datasets.caption_entries import (
 )
 from torchditan.datasets.encoded import File
 from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES
-from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
+from torchditan.datasets.options import Split
+from torchditan.datasets.splits import PARTS, Division, Parts, describe_parts, suffix_of
 from torchditan.datasets.tables import read_parquet
 from torchditan.datasets.tars import CAPTION_SUFFIXES, MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES

@@ -37,8 +37,8 @@ from torchditan.datasets.caption_folder import METADATA_FILES, read_folder
 from torchditan.datasets.encoded import Cell, Encoded
 from torchditan.datasets.hub import find_splits, load_rows
 from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, describe_files
-from torchditan.datasets.options import is_tar_address
-from torchditan.datasets.splits import Split, describe_parts, divide_files, suffix_of, walk
+from torchditan.datasets.options import Split, is_tar_address
+from torchditan.datasets.splits import describe_parts, divide_files, suffix_of, walk
 from torchditan.datasets.tables import check_images, read_parquet, type_of
 from torchditan.datasets.tars import (
     CAPTION_SUFFIXES,

@@ -41,8 +41,8 @@ from torchditan.datasets.images import (
     load_sample,
     open_picture,
 )
-from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
-from torchditan.datasets.splits import HELD_OUT_SHARE, Split, held_out, suffix_of
+from torchditan.datasets.options import Split, existing_path, height_and_width, is_tar_address, photo_channels, refuse
+from torchditan.datasets.splits import HELD_OUT_SHARE, held_out, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.errors import counted, option_error, some
 from torchditan.randomness import generator, name_to_index

@@ -18,8 +18,8 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import open_hub
 from torchditan.datasets.images import to_sample
-from torchditan.datasets.options import NEEDS, existing_path, photo_channels, refuse_crop
-from torchditan.datasets.splits import Split, part_of_file, walk
+from torchditan.datasets.options import NEEDS, Split, existing_path, photo_channels, refuse_crop
+from torchditan.datasets.splits import part_of_file, walk
 from torchditan.datasets.tables import TableImages, read_parquet
 from torchditan.errors import ConfigError, option_error
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib
 import io
 from dataclasses import dataclass
@@ -31,31 +32,32 @@ class File:
 
 @dataclass(frozen=True)
 class Stored:
-    """A value of an image column: bytes and path as the hub stores them, or bytes; None if the row has no image.
+    """An image as the hub stores it. Of a folder of images, `datasets` stores only the paths."""
 
-    Of a folder of images on the hub, `datasets` stores only the paths.
-    """
-
-    value: Any
+    data: bytes | None
+    path: str | None
 
     def open(self) -> BinaryIO:
-        fields = self.value if isinstance(self.value, dict) else {"bytes": self.value}
-        if fields["bytes"] is not None:
-            return io.BytesIO(fields["bytes"])
-        if not fields.get("path"):
+        if self.data is not None:
+            return io.BytesIO(self.data)
+        if not self.path:
             raise OSError("no data")
-        return cast(BinaryIO, importlib.import_module("fsspec").open(fields["path"], "rb").open())
+        return cast(BinaryIO, importlib.import_module("fsspec").open(self.path, "rb").open())
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of an Arrow image column."""
+    """A row of an Arrow column of `Stored` images, or of bytes."""
 
     column: Any
     row: int
 
     def open(self) -> BinaryIO:
-        return Stored(self.column[self.row].as_py()).open()
+        value = self.column[self.row]
+        if not hasattr(value, "keys") or not value.is_valid:
+            return Stored(value.as_py(), None).open()
+        data = value["bytes"].as_py()
+        return Stored(data, value["path"].as_py() if data is None and "path" in value.keys() else None).open()  # noqa: SIM118
 
 
 def read_bytes(content: Encoded, *, where: str) -> bytes:
@@ -77,17 +79,17 @@ class EncodedImages(ImageDataset):
     horizontal_flip = True
     crop: Crop = "center"
 
+    @abc.abstractmethod
     def name_of(self, index: int) -> str:
         """Name of an image in messages."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def content_of(self, index: int) -> bytes:
         """The encoded image.
 
         Raises:
             CorruptImageError: it cannot be read.
         """
-        raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         item: dict[str, Any] = {"sample": self.decode(self.content_of(index), index)}

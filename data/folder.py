@@ -21,14 +21,13 @@ from torchditan.config import options
 from torchditan.datasets.encoded import EncodedImages, File, read_bytes
 from torchditan.datasets.file_check import check_files
 from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, describe_files
-from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan.datasets.options import Split, existing_path, height_and_width, photo_channels, refuse
 from torchditan.datasets.splits import (
     PARTS,
     SPLITS,
     Division,
     Part,
     Parts,
-    Split,
     describe_parts,
     held_out,
     num_held_out,

@@ -23,7 +23,8 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, SequentialDataset
 from torchditan.datasets.encoded import Stored, read_bytes
 from torchditan.datasets.images import Crop, load_sample
-from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of, part_of_file
+from torchditan.datasets.options import Split
+from torchditan.datasets.splits import PARTS, Division, Part, describe_parts, part_of, part_of_file
 from torchditan.datasets.tables import TableImages, check_images, check_labels
 from torchditan.errors import ConfigError, first_line, option_error
 
@@ -55,8 +56,9 @@ class StreamingImages(SequentialDataset):
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         image = row[self.image_key]  # {"bytes", "path"}
-        where = f"{self.name} ({image['path']})" if image and image["path"] else self.name
-        data = read_bytes(Stored(image), where=where)
+        stored = Stored(None, None) if image is None else Stored(image["bytes"], image["path"])
+        where = f"{self.name} ({stored.path})" if stored.path else self.name
+        data = read_bytes(stored, where=where)
         sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop)
         item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
         if self.label_key is not None:
@@ -148,8 +150,8 @@ def open_hub(
         rows = rows.select_columns([image_key] if label_key is None else [image_key, label_key])
         dataset = StreamingImages(**shared, rows=rows, class_names=class_names, corrupt_images=config.corrupt_images)
     else:
-        class_names = getattr(rows.features.get(label_key), "names", None)
-        dataset = TableImages(rows.data, where=hub_name, class_names=class_names, **shared)
+        names_of_labels = getattr(rows.features.get(label_key), "names", None)
+        dataset = TableImages(rows.data, where=hub_name, class_names=names_of_labels, **shared)
         dataset.fingerprint = hub_name  # identifies the list of images by its place
     dataset.reading = describe_parts(names, what="split")
     return dataset

@@ -12,8 +12,7 @@ from typing import Any
 from torchditan.config import options
 from torchditan.datasets.folder import ImageFolder, ImageTree
 from torchditan.datasets.hub import open_hub
-from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
-from torchditan.datasets.splits import Split
+from torchditan.datasets.options import Split, existing_path, height_and_width, photo_channels, refuse
 from torchditan.errors import option_error
 
 HUB_NAME = "ILSVRC/imagenet-1k"

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from torchditan.config import options
 from torchditan.errors import option_error
 
+Split = Literal["train", "validation"]
 PUBLIC_FILE = "imagenet_ci8x8.safetensors"
 """ImageNet in the latents of the Cosmos tokenizer CI8x8, a public file."""
 _LATENTS = (

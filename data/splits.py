@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy as np
 
+from torchditan.datasets.options import Split
 from torchditan.errors import counted, option_error, some
 
-Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Part = Literal["train", "validation", "test", "beside"]
 """`beside`: next to the folders of the splits, so in none of them."""

@@ -34,11 +34,11 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.byte_ranges import ByteRanges
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.images import IMAGE_SUFFIXES, describe_files
+from torchditan.datasets.options import Split
 from torchditan.datasets.splits import (
     PARTS,
     Division,
     Part,
-    Split,
     describe_parts,
     divide_files,
     is_hidden,

@@ -30,8 +30,8 @@ from torchditan.config import options
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets.encoded import EncodedImages, read_bytes
 from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Crop
-from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
-from torchditan.datasets.splits import Split, held_out, num_held_out
+from torchditan.datasets.options import Split, existing_path, height_and_width, is_tar_address, photo_channels, refuse
+from torchditan.datasets.splits import held_out, num_held_out
 from torchditan.datasets.tars import Place, Shard, TarMember, find_shards, json_object, kind_of, read_text
 from torchditan.errors import option_error, some
 from torchditan.run.npy_files import read_array

@@ -21,7 +21,7 @@ import pytest
 import torch
 from PIL import Image
 from refusals import assert_refused
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from torchditan.config.loader import read_toml
@@ -514,32 +514,6 @@ def test_ctrl_c_says_how_to_continue(
     assert run_script("torchditan", command, "out", *flags).code == 0
 
 
-def write_public(path: Path) -> Tensor:
-    latents = torch.randint(-127, 128, (10, 16, 2, 2), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    save_file({"latents": latents, "labels": (torch.arange(10) % 4).short()}, path)
-    return latents
-
-
-def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: Path) -> None:
-    latents = write_public(tmp_path / "imagenet_ci8x8.safetensors")
-    code, output, errors = run_script(*SCRIPT, "out", "--convert=imagenet_ci8x8.safetensors", "--shard_size=4")
-    assert (code, errors) == (0, "")
-    assert output.startswith("out/train: complete, 10 latents of 16 x 2 x 2 in 0.0 MB")
-    converted, public = (
-        LatentShards.open(tmp_path / "out/train"),
-        LatentShards.open(tmp_path / "imagenet_ci8x8.safetensors"),
-    )
-    rows, flips = np.arange(10), np.zeros(10, dtype=bool)
-    assert torch.equal(converted.read(rows, flips)["latent"], latents)
-    assert torch.equal(converted.read(rows, flips)["latent_scale"], public.read(rows, flips)["latent_scale"])
-    assert converted.labels is not None and converted.labels.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert converted.index.mean == pytest.approx(public.index.mean, abs=1e-6)
-    same = ("autoencoder_name", "fingerprint", "class_names", "image_size", "dtype", "flipped")
-    assert all(getattr(converted.index, name) == getattr(public.index, name) for name in same)
-    assert len(converted.index.shards) == 3
-    assert verify(tmp_path / "out/train") == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [
@@ -550,10 +524,9 @@ def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: P
         (["out", "--training.steps=3"], "--training.steps", ["--dataset.key", "--autoencoder.key"]),
         (["out"], "autoencoder.name = none", ["images"]),
         (["out", *DIGITS, "--autoencoder.online"], "autoencoder.online = true", ["training"]),
-        (["out", *DIGITS, "--dataset.dataset_name=latents"], 'dataset.dataset_name = "latents"', ["--convert"]),
+        (["out", *DIGITS, "--dataset.dataset_name=latents"], 'dataset.dataset_name = "latents"', ["images"]),
         (["out", *DIGITS, "--autoencoder.downsampling=8", "--posterior"], "--posterior = true", ["haar"]),
-        (["out", "--convert=gone"], '--convert = "gone"', ["imagenet_ci8x8.safetensors"]),
-        (["out", "--convert=x", "--preview=3"], "--preview = 3", ["--convert"]),
+        (["out", "--latents=mean", "--preview=3"], "--preview = 3", ["--latents"]),
         (["gone", "--verify"], 'dataset.root_dir = "gone"', ["index.json", "torchditan encode"]),
     ],
 )

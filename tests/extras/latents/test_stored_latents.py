@@ -189,7 +189,6 @@ def test_an_array_takes_no_more_memory_than_its_bytes() -> None:
         ([*TARS, "--posterior"], "--posterior = true", ["variance"]),
         ([*TARS, "--autoencoder.downsampling=2"], 'autoencoder.name = "haar"', ["12", "48"]),
         ([*TARS, "--latents=normalized"], '--latents = "normalized"', ["haar", "mean"]),
-        (["--convert=x.safetensors"], '--latents = "mean"', ["--convert"]),
         ([*TARS, "--dataset.root_dir=images"], 'dataset.root_dir = "images"', [".npy", ".safetensors"]),
         ([*TARS, "--dataset.root_dir=mixed"], 'dataset.root_dir = "mixed"', ["b.npy", "[48, 1, 1]", "[48, 2, 2]"]),
     ],
@@ -202,7 +201,6 @@ def test_a_mistake_with_stored_latents_is_one_line(
     mixed = {"a.npy": npy(latent(0)), "b.npy": npy(latent(1, shape=(48, 1, 1))), "c.npy": npy(latent(2))}
     write_tar(tmp_path / "mixed/train/0.tar", mixed)
     write_tar(tmp_path / "mixed/val/0.tar", {"a.npy": npy(latent(3))})
-    (tmp_path / "x.safetensors").write_bytes(b"")
     code, out, err = run_script(*SCRIPT, "out", "--latents=mean", *flags)
     assert (code, out) == (2, "")
     assert_refused(err, about, mentions)
