@@ -229,14 +229,6 @@ def open_captions(root: Path | str, split: Any = "train", **options: Any) -> Any
     return open_tars(root, split, dataset_name="captions", **options)
 
 
-def test_captions_in_json(tmp_path: Path) -> None:
-    files: Files = {"a.png": encode(1), "a.json": '{"text": "a dog", "other": "x"}', "b.png": encode(2)}
-    write_tar(tmp_path / "0.tar", {**files, "b.json": '{"text": "no"}', "b.txt": "a cat"})
-    assert open_captions(tmp_path).captions == ["a dog", "a cat"]
-    assert open_captions(tmp_path / "{0..0}.tar").captions == ["a dog", "a cat"]
-    assert open_captions(tmp_path, caption_key="other").captions == ["x", "a cat"]
-
-
 def test_what_captions_lack_is_refused_or_skipped(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", {"a.png": encode(1), "a.txt": "a", "b.png": encode(2), "c.txt": "c"})
     with refused(f'dataset.root_dir = "{tmp_path}"', "0.tar/c.txt"):
