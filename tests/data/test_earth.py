@@ -11,7 +11,6 @@ import pytest
 
 from torchditan.config.options import Dataset
 from torchditan.datasets import build_dataset
-from torchditan.errors import ConfigError
 
 
 @functools.cache
@@ -53,8 +52,3 @@ def test_the_classes_of_earth_have_their_colours() -> None:
     assert means["coast"][2] > means["coast"][0]
     assert means["forest"].mean() < means["grassland"].mean() < means["mountain"].mean() < means["ice"].mean()
     assert means["ice coast"][2] > means["coast"][2] + 30
-
-
-def test_earth_is_cut_at_32_or_64_pixels_in_colour() -> None:
-    with pytest.raises(ConfigError, match=r"dataset.image_size = \[48\]: must be 32 or 64"):
-        build_dataset(Dataset(dataset_name="earth", image_size=[48]), split="train")

@@ -235,6 +235,7 @@ REFUSED: list[tuple[str, Files, dict[str, Any], list[str]]] = [
      ["{root}/data"]),
     ("folder", pictures("test/cat/0.png", "test/dog/0.png"), {}, ["test/cat/0.png"]),
     ("captions webdataset", TEST_SHARD, {}, ["ds-test-0.tar"]),
+    ("webdataset", {"notes.md": ""}, {}, [".tar"]),
     ("captions webdataset", INSIDE, {}, ["Test"]),
     ("captions webdataset", {"a.tar.gz": b"", "b.TGZ": b""}, {}, [".tar.gz", ".tgz"]),
     ("folder captions", {"cat/0.xyz": "", "cat/1.xyz": ""}, {}, ["2 .xyz"]),

@@ -14,11 +14,8 @@ import torch
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import (
     Batch,
-    BatchedDataset,
     CorruptImageError,
-    GroupedDataset,
     ImageDataset,
-    VariedDataset,
     read_image,
 )
 from torchditan.data_stream.loader import TrainingStream
@@ -39,13 +36,13 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
     )
 
 
-def test_only_hub_datasets_stream() -> None:
-    refuse("dataset.streaming = true: digits is not a SequentialDataset; must be false", streaming=True)
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [
+        (r"dataset.image_size = \[48\]: must be 32 or 64", {"dataset_name": "scenes", "image_size": [48]}),
+        (r"dataset.image_size = \[48\]: must be 32 or 64", {"dataset_name": "earth", "image_size": [48]}),
+        ("dataset.num_classes = 3: scenes has no labels", {"dataset_name": "scenes", "num_classes": 3}),
+        ("dataset.streaming = true: digits is not a SequentialDataset; must be false", {"streaming": True}),
         (r"dataset.image_size = \[32\]: digits is 8 x 8", {"image_size": [32]}),
         ("dataset.num_classes = 9: digits has 10", {"num_classes": 9}),
         ('dataset.root_dir = "x": digits does not read it', {"root_dir": "x"}),
@@ -53,11 +50,11 @@ def test_only_hub_datasets_stream() -> None:
         ('dataset.crop = "adm": digits is never cropped; leave it out', {"crop": "adm"}),
     ],
 )
-def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
+def test_what_a_dataset_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
     refuse(message, **options)
 
 
-def batch_of(dataset: Any, *, num_workers: int = 0) -> Batch:
+def batch_of(dataset: Any) -> Batch:
     """The first batch of the training stream, as the trainer reads it."""
     stream = TrainingStream(
         dataset,
@@ -66,7 +63,7 @@ def batch_of(dataset: Any, *, num_workers: int = 0) -> Batch:
         num_classes=len(dataset.class_names),
         horizontal_flip=None,
         corrupt_images="error",
-        num_workers=num_workers,
+        num_workers=0,
         pin_memory=False,
     )
     return next(iter(stream.batches(0)))[0]
@@ -80,30 +77,6 @@ def test_no_classes_means_no_labels() -> None:
     assert set(batch_of(labelled)) - set(batch_of(bare)) == {"class_label"}
     assert set(read_image(bare, 3, num_classes=0, corrupt_images="error")) == {"sample", "place", "skipped"}
     assert torch.equal(bare[3]["sample"], labelled[3]["sample"])
-
-
-def test_without_labels_a_dataset_keeps_all_else_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Able(Mine):
-        fingerprint = "able-1"
-
-        def groups(self) -> list[np.ndarray]:
-            return [np.arange(self.num)]
-
-        def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
-            return {"sample": torch.ones(len(indices), 3, 4, 4), "class_label": torch.ones(len(indices))}
-
-        def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
-            return item
-
-    able = Able(num=4, class_names=["a", "b"], labels=[0, 1, 0, 1])
-    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: able)
-    bare: Any = build_dataset(Dataset(dataset_name="mine", num_classes=0), split="train")
-    assert bare.class_names == [] and bare.fingerprint == "able-1"
-    for ability in (BatchedDataset, GroupedDataset, VariedDataset):
-        assert isinstance(bare, ability)
-    for num_workers in (0, 1):
-        batch = batch_of(bare, num_workers=num_workers)
-        assert "class_label" not in batch and batch["sample"].min() == 1  # by read_batch
 
 
 def test_more_classes_than_the_dataset_has_are_named() -> None:
@@ -220,8 +193,5 @@ def test_samples_that_may_be_in_0_to_1_get_a_line(
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     refuse(re.escape("pip install 'torchditan[hub]'"), dataset_name="imagenet_hub")
-
-
-def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse(re.escape("pip install 'torchditan[earth]'"), dataset_name="earth")

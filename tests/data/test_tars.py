@@ -380,17 +380,3 @@ def test_the_command_names_what_is_damaged_or_skips_it(tmp_path: Path, run_scrip
     outcome = run_script("train.py", *flags, "--dataset.corrupt_images=skip", "--training.steps=2")
     assert outcome.code == 0, outcome.err
     assert "warning: 3 files cannot be read: train/001.tar/x.png" in outcome.out + outcome.err
-
-
-@pytest.mark.parametrize(
-    ("root", "mentions"),
-    [("gone", ["exist"]), ("tars/{0..3}.tar", ["2.tar", "4", "exist"]), ("tars", [".tar"]), ("no://x", ["no"])],
-)
-def test_the_command_refuses_shards_that_are_not_there(root: str, mentions: list[str], run_script: RunScript) -> None:
-    Path("tars").mkdir()
-    for dataset in ("webdataset", "captions"):
-        flags = ["--dataset.image_size=4", f"--dataset.dataset_name={dataset}", f"--dataset.root_dir={root}"]
-        outcome = run_script("train.py", *tiny_runs.job(Path("run").absolute(), *flags))
-        if (dataset, root) != ("captions", "tars"):
-            assert outcome.code == 2
-            assert_refused(outcome.err, f'dataset.root_dir = "{root}"', mentions)
