@@ -3,23 +3,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchditan.config.prompts import is_unicode
 from torchditan.datasets.encoded import Encoded, File
 from torchditan.datasets.images import HOW_TO_READ
 from torchditan.datasets.splits import suffix_of
-from torchditan.errors import ConfigError, is_finite_number, option_error, some
+from torchditan.errors import is_finite_number, some
 
-Refusal = Callable[[str], ConfigError]
-"""Message -> the error with the option and its value."""
+
+class SourceError(Exception):
+    """Images and captions do not belong together. The message says what would be right, for `dataset.root_dir`."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +69,26 @@ class Source(NamedTuple):
     """Names of the files that were not read."""
 
 
-def refusal_of(root: Path) -> Refusal:
-    return functools.partial(option_error, "dataset.root_dir", str(root))
-
-
 def kind_word(is_video: bool) -> str:
     return "video" if is_video else "image"
 
 
-def clean(text: str, *, where: str, refusal: Refusal) -> str:
+def clean(text: str, *, where: str) -> str:
     """A caption in one line, without surrounding white space."""
     text = " ".join(text.split())
     if not is_unicode(text):
-        raise refusal(f"the caption of {where} is not Unicode text: half of a character is missing")
+        raise SourceError(f"the caption of {where} is not Unicode text: half of a character is missing")
     if not text:
-        raise refusal(f"the caption of {where} is empty; write one, or remove it")
+        raise SourceError(f"the caption of {where} is empty; write one, or remove it")
     return text
 
 
-def decode(data: bytes, *, where: str, refusal: Refusal) -> str:
+def decode(data: bytes, *, where: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise refusal(f"{where} is not UTF-8 text") from None
-    return clean(text, where=where, refusal=refusal)
+        raise SourceError(f"{where} is not UTF-8 text") from None
+    return clean(text, where=where)
 
 
 def pair(
@@ -101,7 +96,6 @@ def pair(
     captions: dict[str, Captions],
     *,
     is_video: bool,
-    refusal: Refusal,
     others: Iterable[str],
 ) -> list[Entry]:
     """Match pictures with captions by their names without extension, which may be written in NFC and in NFD.
@@ -114,14 +108,14 @@ def pair(
     for stem, name, _ in pictures:
         if stem in by_stem:
             right = f"{by_stem[stem]} and {name} share one caption; rename or remove one"
-            raise refusal(right)
+            raise SourceError(right)
         by_stem[stem] = name
     unreadable = {os.path.splitext(name)[0] for name in others if suffix_of(name) in HOW_TO_READ}
     alone = captions.keys() - by_stem.keys() - {unicodedata.normalize("NFC", stem) for stem in unreadable}
     if alone:
         texts = some(sorted(f"{stem}.txt" for stem in alone))
         right = f"no {kind_word(is_video)} belongs to the caption {texts}; add or remove"
-        raise refusal(right)
+        raise SourceError(right)
     entries = []
     for stem, name, content in pictures:
         given = captions.get(stem)
@@ -133,21 +127,21 @@ def pair(
     return entries
 
 
-def captions_in(row: dict[str, Any], key: str, *, where: str, refusal: Refusal) -> Captions:
+def captions_in(row: dict[str, Any], key: str, *, where: str) -> Captions:
     """The captions in a JSON object: text, or a list of texts, for which `weights` may be given."""
     texts = row[key] if isinstance(row[key], list) else [row[key]]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise refusal(f"{where}: {key} must be text, or a list of texts")
-    first, *others = (clean(text, where=where, refusal=refusal) for text in texts)
-    return Captions(first, tuple(others), _weights(row.get("weights"), len(texts), where=where, refusal=refusal))
+        raise SourceError(f"{where}: {key} must be text, or a list of texts")
+    first, *others = (clean(text, where=where) for text in texts)
+    return Captions(first, tuple(others), _weights(row.get("weights"), len(texts), where=where))
 
 
-def _weights(given: Any, count: int, *, where: str, refusal: Refusal) -> tuple[float, ...]:
+def _weights(given: Any, count: int, *, where: str) -> tuple[float, ...]:
     """The weights of this number of captions; () if none are given."""
     if given is None:
         return ()
     is_right = isinstance(given, list) and len(given) == count
     is_right = is_right and all(is_finite_number(weight) and weight > 0 for weight in given)
     if not is_right or math.isinf(sum(map(float, given))):
-        raise refusal(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
+        raise SourceError(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
     return tuple(given)

@@ -12,7 +12,6 @@ Notable:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import re
@@ -26,7 +25,7 @@ import torch
 from torchditan.config import options
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
-from torchditan.datasets.caption_entries import Entry, Frames, Source
+from torchditan.datasets.caption_entries import Entry, Frames, Source, SourceError
 from torchditan.datasets.caption_folder import refuse_bare
 from torchditan.datasets.caption_sources import read_hub, read_source
 from torchditan.datasets.encoded import Encoded, File, read_bytes
@@ -269,17 +268,14 @@ def build(
     size = height_and_width(config, default=(0, 0))
     buckets = bucket_sizes(size, step=config.bucket_step) if config.aspect_buckets else [size]
     option = "root_dir" if config.hub_name is None else "hub_name"
-    refusal = functools.partial(option_error, f"dataset.{option}", getattr(config, option))
-    if config.hub_name is not None:
-        refuse(config, "root_dir")
-        source = read_hub(config, split)
-    else:
-        root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
-        source = read_source(root, split, config=config, cache_folder=cache_folder)
+    try:
+        source = _open_source(config, split, cache_folder=cache_folder)
+        refuse_bare(source, trigger_word=config.trigger_word)
+    except SourceError as error:
+        raise option_error(f"dataset.{option}", getattr(config, option), str(error)) from None
     if source.is_divided and config.held_out:
         right = f"{getattr(config, option)} has held-out images of its own; leave it out"
         raise option_error("dataset.held_out", config.held_out, right)
-    refuse_bare(source, refusal=refusal, trigger_word=config.trigger_word)
     parts = {split: source.entries} if source.is_divided else _hold_out(source.entries, config)
     if not parts[split]:
         none = f"none of {len(source.entries)} image(s) is held out{' by default' if config.held_out is None else ''}"
@@ -289,6 +285,14 @@ def build(
     dataset.reading = [*_describe(source, config), *dataset.reading]
     dataset.split_entries = parts
     return dataset
+
+
+def _open_source(config: options.Dataset, split: Split, *, cache_folder: Path | None) -> Source:
+    if config.hub_name is not None:
+        refuse(config, "root_dir")
+        return read_hub(config, split)
+    root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
+    return read_source(root, split, config=config, cache_folder=cache_folder)
 
 
 def _describe(source: Source, config: options.Dataset) -> list[str]:
