@@ -18,7 +18,7 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import open_hub
 from torchditan.datasets.images import to_sample
-from torchditan.datasets.options import NEEDS, Split, existing_path, photo_channels, refuse_crop
+from torchditan.datasets.options import NEEDS, Split, existing_path, photo_channels, refuse
 from torchditan.datasets.splits import part_of_file, walk
 from torchditan.datasets.tables import TableImages, read_parquet
 from torchditan.errors import ConfigError, option_error
@@ -54,7 +54,7 @@ class Cifar10(ImageDataset):
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Any:
     channels = photo_channels(config, input_channels)
-    refuse_crop(config)
+    refuse(config, "crop")
     if config.hub_name is not None:
         return open_hub(
             config,

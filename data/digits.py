@@ -16,7 +16,7 @@ import torch
 
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.datasets.options import Split, refuse, refuse_crop
+from torchditan.datasets.options import Split, refuse
 
 
 def read_rows() -> np.ndarray:
@@ -50,6 +50,5 @@ class Digits(ImageDataset):
 
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Digits:
-    refuse(config, "root_dir", "hub_name")
-    refuse_crop(config)
+    refuse(config, "root_dir", "hub_name", "crop")
     return Digits(split=split)

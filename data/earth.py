@@ -26,7 +26,7 @@ from torchditan.config import options
 from torchditan.config.optional_libraries import how_to_install
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.images import to_sample
-from torchditan.datasets.options import Split, height_and_width, refuse, refuse_crop
+from torchditan.datasets.options import Split, refuse, square_size
 from torchditan.errors import option_error
 
 CLASS_NAMES = ["coast", "desert", "forest", "grassland", "ice", "ice coast", "mountain"]
@@ -159,9 +159,5 @@ def _classify(picture: np.ndarray, land: np.ndarray, *, tops: np.ndarray, size: 
 
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Earth:
-    refuse(config, "root_dir", "hub_name")
-    refuse_crop(config)
-    size = height_and_width(config, default=(32, 32))
-    if size not in [(side, side) for side in SIZES]:
-        raise option_error("dataset.image_size", config.image_size, "must be 32 or 64 for earth")
-    return Earth(size=size[0], split=split)
+    refuse(config, "root_dir", "hub_name", "crop")
+    return Earth(size=square_size(config, SIZES), split=split)

@@ -7,8 +7,7 @@ Notable:
   read. A pass that is killed continues. A shard whose size or time changed is read again;
 - the index holds names, places, the text of captions, `.json` and `.cls`, and what is damaged. Opening reads no shard;
 - images are checked as file_check.py checks files, in the same pass;
-- shards at an address of fsspec (`s3://...`) are read in blocks, which a folder keeps (`RemoteFile`). fsspec's own
-  block cache shares one file of metadata, which ranks and loader workers would overwrite.
+- shards may be at an address of fsspec (remote_files.py).
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.byte_ranges import ByteRanges
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.images import IMAGE_SUFFIXES, describe_files
 from torchditan.datasets.options import Split
+from torchditan.datasets.remote_files import RemoteFile, list_folder
 from torchditan.datasets.splits import (
     PARTS,
     Division,
@@ -46,8 +45,7 @@ from torchditan.datasets.splits import (
     suffix_of,
     walk,
 )
-from torchditan.errors import ConfigError, option_error, some
-from torchditan.run.atomic_files import write_file
+from torchditan.errors import option_error, some
 from torchditan.run.progress import report_progress
 
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -56,76 +54,7 @@ MOST_TEXT = 1 << 20
 _VERSION = 3
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
-_BLOCK_SIZE = 1 << 22
 _REMOTE_THREADS = 8
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file at an address of fsspec. Its blocks of 4 MiB are kept in a folder, if there is one.
-
-    A block is written under a temporary name, so any number of processes may share the folder. Above `limit` bytes, the
-    oldest blocks in it are deleted.
-    """
-
-    address: str
-    size: int
-    folder: Path | None
-    """Blocks of this version of this file; its parent holds those of all files."""
-    limit: int | None = None
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes from `offset` on; fewer at the end of the file."""
-        end = min(offset + count, self.size)
-        if end <= offset:
-            return b""
-        numbers = range(offset // _BLOCK_SIZE, (end - 1) // _BLOCK_SIZE + 1)
-        first = numbers[0] * _BLOCK_SIZE
-        return b"".join(map(self._block, numbers))[offset - first : end - first]
-
-    def _block(self, number: int) -> bytes:
-        if self.folder is None:
-            return self._fetch(number)
-        path = self.folder / f"{number:06d}"
-        with contextlib.suppress(OSError):
-            return path.read_bytes()
-        block = self._fetch(number)
-        with contextlib.suppress(OSError):  # a full disk
-            write_file(path, block)
-            if self.limit is not None:
-                _delete_oldest(self.folder.parent, limit=self.limit)
-        return block
-
-    def _fetch(self, number: int) -> bytes:
-        fsspec = import_optional("fsspec", extra="hub")
-        start, end = number * _BLOCK_SIZE, min((number + 1) * _BLOCK_SIZE, self.size)
-        try:
-            system, path = fsspec.core.url_to_fs(self.address)  # an instance of this process, not of a parent
-            block: bytes = system.cat_file(path, start=start, end=end)
-        except Exception as error:  # errors of a protocol's own library
-            raise _unreachable(self.address, error) from error
-        if len(block) != end - start:
-            raise option_error("dataset.root_dir", self.address, "changed while it was read; start the run again")
-        return block
-
-
-def _delete_oldest(folder: Path, *, limit: int) -> None:
-    """Delete the oldest blocks, until those in `folder` have at most `limit` bytes."""
-    states = []
-    for path in folder.glob("*/*"):
-        with contextlib.suppress(FileNotFoundError):  # another process deleted it
-            states.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-    total = sum(size for _, size, _ in states)
-    for _, size, path in sorted(states):
-        if total <= limit:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
-
-
-def _unreachable(address: str, error: Exception) -> ConfigError:
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return option_error("dataset.root_dir", address, f"cannot be read ({type(error).__name__}: {reason})")
 
 
 @dataclass(frozen=True)
@@ -295,7 +224,7 @@ def read_text(root: str, name: str) -> str | None:
     """
     folder = posixpath.dirname(expand_braces(root)[0]) if root.endswith(".tar") else root
     if "://" in root:
-        system, found = _list_remote(folder)
+        system, found = list_folder(folder)
         infos = [info for info in found if posixpath.basename(info["name"]) == name]
         files = [RemoteFile(system.unstrip_protocol(info["name"]), info["size"], None) for info in infos]
         return files[0].read_at(0, MOST_TEXT).decode("utf-8-sig", errors="surrogateescape") if files else None
@@ -345,28 +274,18 @@ def _names(paths: list[str]) -> list[str]:
     return [posixpath.relpath(path, common or ".") for path in paths]
 
 
-def _list_remote(folder: str) -> tuple[Any, list[dict[str, Any]]]:
-    """The file system of a remote folder, and its content: `name`, `type`, `size` and more of each."""
-    fsspec = import_optional("fsspec", extra="hub")
-    try:
-        system, path = fsspec.core.url_to_fs(folder)
-        return system, system.ls(path, detail=True)
-    except Exception as error:
-        raise _unreachable(folder, error) from error
-
-
 def _find_remote(root: str, *, blocks: Path | None, limit: int | None) -> list[Place]:
     addresses = expand_braces(root)
     is_folder = len(addresses) == 1 and not root.endswith(".tar")
     infos: dict[str, dict[str, Any]] = {}
     for folder in [root] if is_folder else sorted({posixpath.dirname(address) for address in addresses}):
-        system, found = _list_remote(folder)
+        system, found = list_folder(folder)
         infos |= {info["name"]: info for info in found}
     if is_folder:
         below = [info["name"] for info in infos.values() if info["type"] == "directory"]
         for path in below:
             if part_of(posixpath.basename(path.rstrip("/"))) is not None:
-                infos |= {info["name"]: info for info in _list_remote(system.unstrip_protocol(path))[1]}
+                infos |= {info["name"]: info for info in list_folder(system.unstrip_protocol(path))[1]}
         visible = [path for path in infos if not is_hidden(posixpath.basename(path))]
         paths = sorted(path for path in visible if path.endswith(".tar"))
         top = system._strip_protocol(root).rstrip("/")

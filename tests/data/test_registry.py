@@ -47,7 +47,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
         ("dataset.num_classes = 9: digits has 10", {"num_classes": 9}),
         ('dataset.root_dir = "x": digits does not read it', {"root_dir": "x"}),
         ('dataset.hub_name = "x": digits does not read it', {"hub_name": "x"}),
-        ('dataset.crop = "adm": digits is never cropped; leave it out', {"crop": "adm"}),
+        ('dataset.crop = "adm": digits does not read it; leave it out', {"crop": "adm"}),
     ],
 )
 def test_what_a_dataset_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:

@@ -19,8 +19,9 @@ from refusals import assert_refused, refused
 from torchditan.checkpoint.files import list_checkpoints, step_of
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CorruptImageError, read_image
-from torchditan.datasets import build_dataset, tars
-from torchditan.datasets.tars import RemoteFile, expand_braces, find_shards
+from torchditan.datasets import build_dataset, remote_files, tars
+from torchditan.datasets.remote_files import RemoteFile
+from torchditan.datasets.tars import expand_braces, find_shards
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ def test_what_captions_lack_is_refused_or_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_shards_at_an_address(tmp_path: Path, read: list[str], kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = pytest.importorskip("fsspec").filesystem("memory")
-    monkeypatch.setattr(tars, "_BLOCK_SIZE", 1000)
+    monkeypatch.setattr(remote_files, "_BLOCK_SIZE", 1000)
     write_shards(tmp_path / "tars", num_shards=3)
     for path in (tmp_path / "tars").iterdir():
         memory.pipe(f"/bucket/train/{path.name}", path.read_bytes())
@@ -283,7 +284,7 @@ def test_shards_at_an_address(tmp_path: Path, read: list[str], kept: bool, monke
 
 def test_blocks_stay_below_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
-    monkeypatch.setattr(tars, "_BLOCK_SIZE", 1000)
+    monkeypatch.setattr(remote_files, "_BLOCK_SIZE", 1000)
     data = np.random.default_rng(0).bytes(10_500)
     (tmp_path / "file").write_bytes(data)
     fetched: list[int] = []
