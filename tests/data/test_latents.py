@@ -17,8 +17,6 @@ from safetensors.torch import save_file
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import BatchedDataset, ImageDataset
 from torchditan.data_stream.latent_shards import to_sample
-from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import build_dataset
 from torchditan.errors import ConfigError
 from torchditan.extras.autoencoders.haar import HaarAutoencoder
@@ -53,7 +51,7 @@ class Photos(ImageDataset):
         raise AssertionError("no image is read")
 
 
-def write_split(folder: Path, split: str, *, flipped: bool, posterior: bool = False, **changes: Any) -> None:
+def write_split(folder: Path, split: str, *, flipped: bool, **changes: Any) -> None:
     class_names = ["cat", "dog", "eel"]
     encoding = describe_encoding(
         Photos(NUM[split], class_names),
@@ -65,16 +63,13 @@ def write_split(folder: Path, split: str, *, flipped: bool, posterior: bool = Fa
         posterior=False,
         shard_size=4,
     )
-    writer = LatentWriter(folder, dataclasses.replace(encoding, posterior=posterior, **changes))
+    writer = LatentWriter(folder, dataclasses.replace(encoding, **changes))
     writer.open()
     for number in range(writer.num_shards):
         rows = torch.arange(4 * number, min(4 * number + 4, NUM[split]))
         tensors = {"latents": latents_of(split)[rows], "labels": rows % 3, "index": rows}
         if flipped:
             tensors["latents_flipped"] = latents_of(split, flipped=True)[rows]
-        if posterior:
-            tensors["logvar"] = -tensors["latents"]
-            tensors["logvar_flipped"] = -tensors["latents_flipped"]
         writer.write(number, Shard(tensors, ()))
     writer.finalise()
 
@@ -139,48 +134,9 @@ def test_a_batch_is_the_stored_rows_with_the_mirrored_pair_where_asked(root: Pat
     torch.testing.assert_close(sample, normalised(expected))
 
 
-def test_the_variance_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    write_split(tmp_path, "train", flipped=True, posterior=True)
-    dataset = open_latents(tmp_path)
-    indices, flips = np.array([1, 8]), np.array([False, True])
-    assert "logvar" not in dataset.read_batch(indices, flips)
-    dataset.with_logvar = True
-    batch = dataset.read_batch(indices, flips)
-    assert torch.equal(batch["logvar"], -batch["latent"])
-
-
 def test_a_folder_may_be_one_split_alone(root: Path) -> None:
     assert len(open_latents(root / "train")) == 9
     refuse("has no validation latents; encode them with --split validation", root / "train", "validation")
-
-
-def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path) -> None:
-    def read(rank: int, world_size: int, num_workers: int) -> list[dict[str, torch.Tensor]]:
-        plan = BatchPlan(batch_size=4 // world_size, global_batch_size=4, rank=rank, world_size=world_size)
-        stream = TrainingStream(
-            open_latents(root),
-            plan=plan,
-            seed=0,
-            num_classes=3,
-            horizontal_flip=None,
-            corrupt_images="error",
-            num_workers=num_workers,
-            pin_memory=False,
-        )
-        batches = stream.batches(0)
-        return [next(batches)[0] for _ in range(6)]
-
-    whole = read(0, 1, 0)
-    assert {flag for batch in whole for flag in is_mirrored(batch)} == {True, False}
-    for parts in (zip(read(0, 1, 2)), zip(read(0, 2, 0), read(1, 2, 2), strict=True)):
-        for batch, ranks in zip(whole, parts, strict=True):
-            for key in batch.keys() - {"skipped"}:
-                assert torch.equal(batch[key], torch.cat([part[key] for part in ranks])), key
-
-
-def is_mirrored(batch: dict[str, torch.Tensor]) -> list[bool]:
-    mirrored = latents_of("train", flipped=True)
-    return [any(torch.equal(latent, other) for other in mirrored) for latent in batch["latent"]]
 
 
 def test_what_latents_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:

@@ -176,21 +176,6 @@ def test_a_dataset_of_classes_and_captions_keeps_both(run_script: RunScript) -> 
     assert [packed[f"{i:09d}"]["cls"] for i in range(3)] == [b"0", b"1", b"0"]
 
 
-def test_a_hub_dataset(run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    contents = write_images(Path("photos"), 4)
-    images = [{"bytes": data, "path": None} for data in contents.values()]
-    Path("hub").mkdir()
-    parquet.write_table(pyarrow.table({"image": images, "label": [0, 1, 2, 0]}), "hub/train.parquet")
-    pack(run_script, "--dataset.dataset_name=imagenet_hub", "--dataset.hub_name=hub")
-    packed = members_of(Path("out/train"))
-    assert {key: (sample["jpg"], sample["cls"]) for key, sample in packed.items()} == {
-        f"{row:09d}": (data, b"0120"[row : row + 1]) for row, data in enumerate(contents.values())
-    }
-
-
 def test_drawn_images_become_pngs_without_loss(run_script: RunScript) -> None:
     pack(run_script, "--images_per_shard=700")
     digits, packed = build_dataset(Dataset(), split="train"), open_packed()
