@@ -28,29 +28,24 @@ class Frames:
     files: tuple[File, ...]
 
 
+class Captions(NamedTuple):
+    """What a source says of one image; no texts if it says nothing."""
+
+    texts: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    """How often training draws each text, relative to each other. (): equally often."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """An image or a video with its caption."""
+    """An image or a video with its captions."""
 
     name: str
     """Path in the dataset, with slashes."""
-    caption: str | None
-    """None if it has no caption."""
     content: Encoded | Frames
+    captions: Captions
     repeats: int = 1
     """Number of times that an epoch shows it."""
-    others: tuple[str, ...] = ()
-    """Further captions."""
-    weights: tuple[float, ...] = ()
-    """How often training draws `caption` and each of `others`, relative to each other. (): equally often."""
-
-
-class Captions(NamedTuple):
-    """What a source says of one image."""
-
-    first: str
-    others: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
 
 
 Picture = tuple[str, str, Encoded | Frames]
@@ -116,15 +111,7 @@ def pair(
         texts = some(sorted(f"{stem}.txt" for stem in alone))
         right = f"no {kind_word(is_video)} belongs to the caption {texts}; add or remove"
         raise SourceError(right)
-    entries = []
-    for stem, name, content in pictures:
-        given = captions.get(stem)
-        entries.append(
-            Entry(name, None, content)
-            if given is None
-            else Entry(name, given.first, content, others=given.others, weights=given.weights)
-        )
-    return entries
+    return [Entry(name, content, captions.get(stem, Captions())) for stem, name, content in pictures]
 
 
 def captions_in(row: dict[str, Any], key: str, *, where: str) -> Captions:
@@ -132,8 +119,8 @@ def captions_in(row: dict[str, Any], key: str, *, where: str) -> Captions:
     texts = row[key] if isinstance(row[key], list) else [row[key]]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise SourceError(f"{where}: {key} must be text, or a list of texts")
-    first, *others = (clean(text, where=where) for text in texts)
-    return Captions(first, tuple(others), _weights(row.get("weights"), len(texts), where=where))
+    found = tuple(clean(text, where=where) for text in texts)
+    return Captions(found, _weights(row.get("weights"), len(texts), where=where))
 
 
 def _weights(given: Any, count: int, *, where: str) -> tuple[float, ...]:

@@ -78,7 +78,7 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
         captions, sidecars = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config)
         read |= sidecars
     else:
-        captions = {stem: Captions(_words(stem)) for stem, _, _ in own}
+        captions = {stem: Captions((_words(stem),)) for stem, _, _ in own}
     others = [_join(parts, name) for parts in free for name in names[parts]]
     inside = {name: division.place(parts)[1] for parts in free for _, name, _ in pictures[parts]}
     entries = [
@@ -148,7 +148,7 @@ def _read_sidecars(
             name, suffix, path = _join(parts, file), suffix_of(file), root.joinpath(*parts, file)
             stem = unicodedata.normalize("NFC", os.path.splitext(name)[0])
             if suffix in CAPTION_SUFFIXES:
-                caption = Captions(decode(path.read_bytes(), where=name))
+                caption = Captions((decode(path.read_bytes(), where=name),))
                 if texts.setdefault(stem, caption) != caption:
                     raise SourceError(f"{origins[stem]} and {name} differ; keep one of them")
                 origins[stem] = name
@@ -197,7 +197,7 @@ def _read_metadata(
         repeats = str(row.get("repeats", 1))  # the values of a CSV are texts
         if not repeats.isdecimal() or int(repeats) < 1:
             raise SourceError(f"{where}: repeats must be an integer of at least 1")
-        entries[name] = Entry(name, captions.first, content, int(repeats), captions.others, captions.weights)
+        entries[name] = Entry(name, content, captions, int(repeats))
     return entries
 
 
@@ -235,7 +235,7 @@ def _rows(path: Path, *, where: str) -> Iterator[tuple[int, Any]]:
 
 def refuse_bare(source: Source, *, trigger_word: str | None) -> None:
     """Refuse images without a caption, unless a trigger word replaces it and no file looks like their captions."""
-    bare = [entry.name for entry in source.entries if entry.caption is None]
+    bare = [entry.name for entry in source.entries if not entry.captions.texts]
     if bare and trigger_word is None:
         raise SourceError(
             f"no caption belongs to {some(sorted(bare))}; write one (a.txt for a.png), or set dataset.trigger_word"

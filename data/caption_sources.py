@@ -84,7 +84,7 @@ def _read_mixed(root: Path, split: Split, *, config: options.Dataset, cache_fold
     tables = [name for name in files if suffix_of(name) == ".parquet" and Path(name).name not in METADATA_FILES]
     source = read_folder(root, names, split, config=config)
     what = f"the {kind_word(config.num_frames is not None)}s of the folder"
-    if (tars or tables) and not any(entry.caption is not None for entry in source.entries):
+    if (tars or tables) and not any(entry.captions.texts for entry in source.entries):
         if source.entries and config.trigger_word is not None:
             raise SourceError(f"holds {what} without captions, and {some(tars or tables)}; keep one of them there")
         what, read = ("the tar shards", tars) if tars else ("the parquet files", tables)
@@ -159,7 +159,7 @@ def _captions_of(shard: Shard, caption_key: str) -> dict[str, Captions]:
             where = f"{stem}{suffix}"
             if kind in CAPTION_SUFFIXES:
                 content = text.encode("utf-8", "surrogateescape")
-                captions[stem] = Captions(decode(content, where=where))
+                captions[stem] = Captions((decode(content, where=where),))
             elif kind == ".json":
                 try:
                     row = json_object(text)
@@ -209,7 +209,6 @@ def _read_table(table: Any, config: options.Dataset, *, where: str) -> list[Entr
     for row, given in enumerate(rows):
         name = f"{where}, row {row:0{width}}"
         texts = given or [] if has_lists or given is None else [given]
-        captions = [clean(text or "", where=name) for text in texts]
-        caption = captions[0] if captions else None
-        entries.append(Entry(name, caption, Cell(images, row), others=tuple(captions[1:])))
+        captions = Captions(tuple(clean(text or "", where=name) for text in texts))
+        entries.append(Entry(name, Cell(images, row), captions))
     return entries

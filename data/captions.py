@@ -73,7 +73,7 @@ class CaptionedImages(ImageDataset):
         self.places = np.repeat(np.arange(len(entries)), [entry.repeats for entry in entries])
         """(number of items,) the index in `entries` of each item."""
         self._texts = [
-            [self._with_trigger(text, entry) for text in (entry.caption, *entry.others)] for entry in entries
+            [self._with_trigger(text, entry) for text in entry.captions.texts or (None,)] for entry in entries
         ]
         self.captions = [self._texts[place][0] for place in self.places]
         """The first caption of each item, with its tags in their original order."""
@@ -149,7 +149,7 @@ class CaptionedImages(ImageDataset):
     def _variants(self, index: int) -> dict[str, float]:
         place = self.places[index]
         texts = self._texts[place]
-        weights = self.entries[place].weights or (1,) * len(texts)
+        weights = self.entries[place].captions.weights or (1,) * len(texts)
         found: dict[str, float] = {}
         for text, weight in zip(texts, weights, strict=True):
             shuffles = self._shuffles(text)
@@ -297,7 +297,7 @@ def _open_source(config: options.Dataset, split: Split, *, cache_folder: Path | 
 
 def _describe(source: Source, config: options.Dataset) -> list[str]:
     """Lines for the user: captions, held-out images, and what is not read."""
-    bare = sum(entry.caption is None for entry in source.entries)
+    bare = sum(not entry.captions.texts for entry in source.entries)
     lines = [f"captions: {len(source.entries) - bare:,} of {len(source.entries):,} images"]
     if bare:
         lines[0] += f"; {bare:,} have only the trigger word {config.trigger_word}"

@@ -109,7 +109,7 @@ def _identity_of(dataset: ImageDataset) -> str:
     names = f"{len(dataset)} {dataset.fingerprint}"
     if isinstance(dataset, CaptionedImages):
         entries = [dataset.entries[place] for place in dataset.places]
-        names = json.dumps([(entry.name, entry.caption, entry.others, entry.weights) for entry in entries])
+        names = json.dumps([(entry.name, entry.captions) for entry in entries])
     return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
@@ -161,13 +161,12 @@ def _members_of(dataset: Any, index: int) -> dict[str, bytes]:
 
 
 def _caption_of(entry: Entry) -> dict[str, bytes]:
-    if entry.caption is None:
-        return {}
-    if not entry.others:
-        return {".txt": entry.caption.encode()}
-    row: dict[str, Any] = {_CAPTION_KEY: [entry.caption, *entry.others]}
-    if entry.weights:
-        row["weights"] = entry.weights
+    texts, weights = entry.captions
+    if len(texts) < 2:
+        return {".txt": texts[0].encode()} if texts else {}
+    row: dict[str, Any] = {_CAPTION_KEY: texts}
+    if weights:
+        row["weights"] = weights
     return {".json": json.dumps(row, ensure_ascii=False).encode()}
 
 
