@@ -54,10 +54,9 @@ class Cell:
 
     def open(self) -> BinaryIO:
         value = self.column[self.row]
-        if not hasattr(value, "keys") or not value.is_valid:
+        if not value.is_valid or not hasattr(value, "keys"):
             return Stored(value.as_py(), None).open()
-        data = value["bytes"].as_py()
-        return Stored(data, value["path"].as_py() if data is None and "path" in value.keys() else None).open()  # noqa: SIM118
+        return Stored(value["bytes"].as_py(), value["path"].as_py() if "path" in value else None).open()
 
 
 def read_bytes(content: Encoded, *, where: str) -> bytes:
