@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_hub_rows_are_decoded_and_labelled(hub: Path) -> None:
     assert (pixels_of(train[8]) == IMAGES[1]).all()
     assert train[8]["class_label"] == LABELS[1]
     assert train.class_names == [str(label) for label in range(10)]
+    assert len(pickle.dumps(train)) < 10_000, "a worker that is not forked gets the path of the images"
     assert set(open_hub(hub, num_classes=0)[0]) == {"sample"}
     refuse('dataset.image_key = "photo": .*: image, label', open_hub, hub, image_key="photo")
     refuse('dataset.label_key = "kind": .*num_classes 0', open_hub, hub, label_key="kind")
