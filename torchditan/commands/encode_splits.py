@@ -14,7 +14,7 @@ import torch
 from torchditan.config.options import Config, cache_folder
 from torchditan.data_stream.datasets import ImageDataset, read_image
 from torchditan.data_stream.latent_index import LatentIndex
-from torchditan.data_stream.latent_shards import LatentShards, verify
+from torchditan.data_stream.latent_shards import LatentShards
 from torchditan.datasets import build_dataset, build_stored_latents
 from torchditan.datasets.options import Split
 from torchditan.datasets.splits import SPLITS
@@ -22,6 +22,7 @@ from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.errors import ConfigError, option_error, printable, some
 from torchditan.extras.autoencoders import Autoencoder, open_autoencoder
 from torchditan.extras.latents.encoding import Moments, as_stored, denormalize, describe_encoding, encode
+from torchditan.extras.latents.verifying import verify
 from torchditan.extras.latents.writer import LatentWriter
 from torchditan.job.check_files import MOST_NAMED, refuse_unreadable
 from torchditan.run.progress import report_progress

@@ -52,9 +52,9 @@ def main() -> None:
 def pack_all(arguments: argparse.Namespace, config: Config) -> None:
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
-    from torchditan.datasets.packing import pack
     from torchditan.datasets.splits import SPLITS
     from torchditan.errors import ConfigError, option_error, printable, some
+    from torchditan.extras.sharing.packing import pack
     from torchditan.job.check_files import MOST_NAMED, refuse_unreadable
     from torchditan.run.progress import report_progress
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchditan.config.loader import read_toml
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.data_stream.latent_index import LatentIndex, read_index
-from torchditan.data_stream.latent_shards import LatentShards, to_sample, verify
+from torchditan.data_stream.latent_shards import LatentShards, to_sample
 from torchditan.datasets.folder import ImageFolder
 from torchditan.distributed.process_group import Rank
 from torchditan.errors import ConfigError
@@ -35,6 +35,7 @@ from torchditan.extras.autoencoders.autoencoder import Autoencoder
 from torchditan.extras.autoencoders.haar import HaarAutoencoder
 from torchditan.extras.latents import writer as latent_writer
 from torchditan.extras.latents.encoding import describe_encoding, encode
+from torchditan.extras.latents.verifying import verify
 from torchditan.extras.latents.writer import LatentWriter, shard_file
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from safetensors.torch import load, save, save_file
 
 from torchditan.data_stream import latent_index
 from torchditan.data_stream.latent_index import Encoding, LatentIndex, index_to_json
-from torchditan.data_stream.latent_shards import LatentShards, to_sample, verify
+from torchditan.data_stream.latent_shards import LatentShards, to_sample
 from torchditan.errors import ConfigError
+from torchditan.extras.latents.verifying import verify
 from torchditan.extras.latents.writer import LatentWriter, Shard, shard_file
 
 SHAPE = (4, 2, 3)
