@@ -122,7 +122,7 @@ class MappedFile:
 
 
 class MappedTar(MappedFile):
-    """A tar of samples of equal sizes, as extras/latents/writer.py writes it, read as if it were one safetensors file."""
+    """A tar of samples of equal sizes, as extras/latents/writer.py writes it, read as one safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
