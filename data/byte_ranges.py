@@ -13,7 +13,7 @@ ReadAt = Callable[[int, int], bytes]
 """(offset, count) -> bytes; fewer at the end of the file."""
 
 
-class ByteRanges(io.RawIOBase):
+class ByteRanges:
     """Parts of a file (start, end), and bytes in place of others, read as one file.
 
     It never asks for more bytes than are left: Python reserves what a damaged picture asks for, up to 4 GiB.
@@ -28,12 +28,6 @@ class ByteRanges(io.RawIOBase):
         self._starts = [0, *ends][:-1]
         self._size = ends[-1] if ends else 0
         self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
@@ -66,9 +60,15 @@ class ByteRanges(io.RawIOBase):
         return data
 
     def close(self) -> None:
-        if self._close is not None and not self.closed:
+        if self._close is not None:
             self._close()
-        super().close()
+            self._close = None
+
+    def __enter__(self) -> ByteRanges:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def reading(file: BinaryIO) -> ReadAt:

@@ -405,7 +405,7 @@ def _read_members(shard: Shard, file: ByteRanges) -> str | None:
     numbers: dict[str, int] = {}
     last, offset = None, 0
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=cast(BinaryIO, file), mode="r:") as tar:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # it would keep all
                 last, offset = member.name, tar.offset

@@ -132,6 +132,9 @@ def test_the_first_frames_of_a_video(tmp_path: Path, name: str, codec: str) -> N
     levels = (sample[:, :, 2, 16] + 1) * 127.5  # (C, F)
     assert (levels - torch.tensor([0.0, 60.0, 120.0])).abs().max() < 12  # lossy
     assert dataset.captions == ["it brightens"]
+    write_tar(tmp_path / "tar/0.tar", {f"0{name[1:]}": (tmp_path / name).read_bytes(), "0.txt": "it brightens"})
+    in_tar = open_captions(tmp_path / "tar", num_frames=3, image_size=[16, 32])
+    assert torch.equal(in_tar[0]["sample"], sample)
 
 
 def test_a_video_is_turned_as_the_camera_was(tmp_path: Path) -> None:
