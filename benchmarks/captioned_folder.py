@@ -109,7 +109,8 @@ def measure(folder: Path, captions: list[str], *, seed: int, flags: list[str]) -
     samples = load(run).sample(prompts=captions).permute(0, 2, 3, 1).numpy()
     shape = (3, *samples.shape[1:3])
     files = sorted(folder.glob("*.png"))
-    seen = np.stack([load_sample(file, sample_shape=shape, where=file.name) for file in files]).transpose(0, 2, 3, 1)
+    decoded = [load_sample(file.read_bytes(), sample_shape=shape, where=file.name) for file in files]
+    seen = np.stack(decoded).transpose(0, 2, 3, 1)
     pictures = np.round((seen + 1) * 127.5).astype(np.uint8)
     found, difference = nearest(samples, pictures), (samples.astype(float) - pictures) / 255
     halves = np.split(np.arange(20), 2)

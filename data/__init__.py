@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from torchditan.config.options import Dataset
-from torchditan.datasets.options import height_and_width
+from torchditan.datasets.options import Split, height_and_width
 from torchditan.errors import as_unicode, option_error
 from torchditan.registry import DATASETS, build, resolve
 
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def build_dataset(
-    config: Dataset,
-    *,
-    split: Literal["train", "validation"],
-    input_channels: int | None = None,
-    cache_folder: Path | None = None,
+    config: Dataset, *, split: Split, input_channels: int | None = None, cache_folder: Path | None = None
 ) -> ImageDataset:
     """Build the dataset of `config` and check it against the options. The dataset fills in options that are left open.
 
@@ -70,9 +66,7 @@ def build_dataset(
     return _set_classes(config, dataset)
 
 
-def build_stored_latents(
-    config: Dataset, *, split: Literal["train", "validation"], cache_folder: Path | None = None
-) -> ImageDataset:
+def build_stored_latents(config: Dataset, *, split: Split, cache_folder: Path | None = None) -> ImageDataset:
     """Latents in tar shards of others, for `torchditan encode --latents`: items are (C, h, w) float32, as stored.
 
     Raises:

@@ -3,49 +3,22 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import math
 import os
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from torchditan.config.prompts import is_unicode
-from torchditan.datasets.images import HOW_TO_READ, Encoded, corrupt_image
+from torchditan.datasets.encoded import Encoded, File
+from torchditan.datasets.images import HOW_TO_READ
 from torchditan.datasets.splits import suffix_of
-from torchditan.errors import ConfigError, is_finite_number, option_error, some
-
-Refusal = Callable[[str], ConfigError]
-"""Message -> the error with the option and its value."""
+from torchditan.errors import is_finite_number, some
 
 
-@dataclass(frozen=True)
-class File:
-    path: Path
-
-    def open(self) -> BinaryIO:
-        return self.path.open("rb")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A row of an Arrow image column: bytes and path as the hub stores them, or only bytes."""
-
-    column: Any
-    row: int
-
-    def open(self) -> BinaryIO:
-        value = self.column[self.row].as_py()
-        if isinstance(value, dict):
-            if value["bytes"] is None and value.get("path"):  # an image folder of the hub, already downloaded
-                return Path(value["path"]).open("rb")
-            value = value["bytes"]
-        if value is None:
-            raise OSError("no data")
-        return io.BytesIO(value)
+class SourceError(Exception):
+    """Images and captions do not belong together. The message says what would be right, for `dataset.root_dir`."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +28,24 @@ class Frames:
     files: tuple[File, ...]
 
 
+class Captions(NamedTuple):
+    """What a source says of one image; no texts if it says nothing."""
+
+    texts: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    """How often training draws each text, relative to each other. (): equally often."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """An image or a video with its caption."""
+    """An image or a video with its captions."""
 
     name: str
     """Path in the dataset, with slashes."""
-    caption: str | None
-    """None if it has no caption."""
     content: Encoded | Frames
+    captions: Captions
     repeats: int = 1
     """Number of times that an epoch shows it."""
-    others: tuple[str, ...] = ()
-    """Further captions."""
-    weights: tuple[float, ...] = ()
-    """How often training draws `caption` and each of `others`, relative to each other. (): equally often."""
-
-
-class Captions(NamedTuple):
-    """What a source says of one image."""
-
-    first: str
-    others: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
 
 
 Picture = tuple[str, str, Encoded | Frames]
@@ -96,30 +64,26 @@ class Source(NamedTuple):
     """Names of the files that were not read."""
 
 
-def refusal_of(root: Path) -> Refusal:
-    return functools.partial(option_error, "dataset.root_dir", str(root))
-
-
 def kind_word(is_video: bool) -> str:
     return "video" if is_video else "image"
 
 
-def clean(text: str, *, where: str, refusal: Refusal) -> str:
+def clean(text: str, *, where: str) -> str:
     """A caption in one line, without surrounding white space."""
     text = " ".join(text.split())
     if not is_unicode(text):
-        raise refusal(f"the caption of {where} is not Unicode text: half of a character is missing")
+        raise SourceError(f"the caption of {where} is not Unicode text: half of a character is missing")
     if not text:
-        raise refusal(f"the caption of {where} is empty; write one, or remove it")
+        raise SourceError(f"the caption of {where} is empty; write one, or remove it")
     return text
 
 
-def decode(data: bytes, *, where: str, refusal: Refusal) -> str:
+def decode(data: bytes, *, where: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise refusal(f"{where} is not UTF-8 text") from None
-    return clean(text, where=where, refusal=refusal)
+        raise SourceError(f"{where} is not UTF-8 text") from None
+    return clean(text, where=where)
 
 
 def pair(
@@ -127,7 +91,6 @@ def pair(
     captions: dict[str, Captions],
     *,
     is_video: bool,
-    refusal: Refusal,
     others: Iterable[str],
 ) -> list[Entry]:
     """Match pictures with captions by their names without extension, which may be written in NFC and in NFD.
@@ -140,53 +103,32 @@ def pair(
     for stem, name, _ in pictures:
         if stem in by_stem:
             right = f"{by_stem[stem]} and {name} share one caption; rename or remove one"
-            raise refusal(right)
+            raise SourceError(right)
         by_stem[stem] = name
     unreadable = {os.path.splitext(name)[0] for name in others if suffix_of(name) in HOW_TO_READ}
     alone = captions.keys() - by_stem.keys() - {unicodedata.normalize("NFC", stem) for stem in unreadable}
     if alone:
         texts = some(sorted(f"{stem}.txt" for stem in alone))
         right = f"no {kind_word(is_video)} belongs to the caption {texts}; add or remove"
-        raise refusal(right)
-    entries = []
-    for stem, name, content in pictures:
-        given = captions.get(stem)
-        entries.append(
-            Entry(name, None, content)
-            if given is None
-            else Entry(name, given.first, content, others=given.others, weights=given.weights)
-        )
-    return entries
+        raise SourceError(right)
+    return [Entry(name, content, captions.get(stem, Captions())) for stem, name, content in pictures]
 
 
-def captions_in(row: dict[str, Any], key: str, *, where: str, refusal: Refusal) -> Captions:
+def captions_in(row: dict[str, Any], key: str, *, where: str) -> Captions:
     """The captions in a JSON object: text, or a list of texts, for which `weights` may be given."""
     texts = row[key] if isinstance(row[key], list) else [row[key]]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise refusal(f"{where}: {key} must be text, or a list of texts")
-    first, *others = (clean(text, where=where, refusal=refusal) for text in texts)
-    return Captions(first, tuple(others), _weights(row.get("weights"), len(texts), where=where, refusal=refusal))
+        raise SourceError(f"{where}: {key} must be text, or a list of texts")
+    found = tuple(clean(text, where=where) for text in texts)
+    return Captions(found, _weights(row.get("weights"), len(texts), where=where))
 
 
-def _weights(given: Any, count: int, *, where: str, refusal: Refusal) -> tuple[float, ...]:
+def _weights(given: Any, count: int, *, where: str) -> tuple[float, ...]:
     """The weights of this number of captions; () if none are given."""
     if given is None:
         return ()
     is_right = isinstance(given, list) and len(given) == count
     is_right = is_right and all(is_finite_number(weight) and weight > 0 for weight in given)
     if not is_right or math.isinf(sum(map(float, given))):
-        raise refusal(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
+        raise SourceError(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
     return tuple(given)
-
-
-def read_bytes(content: Encoded, *, where: str) -> bytes:
-    """Read the whole file.
-
-    Raises:
-        CorruptImageError: it cannot be read.
-    """
-    try:
-        with content.open() as file:
-            return file.read()
-    except OSError as error:
-        raise corrupt_image(where, error.strerror or str(error)) from error

@@ -21,22 +21,23 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchditan.config import options
-from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.caption_entries import (
     Captions,
     Entry,
-    File,
     Frames,
     Picture,
-    Refusal,
     Source,
+    SourceError,
     captions_in,
     decode,
     kind_word,
     pair,
 )
+from torchditan.datasets.encoded import File
 from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES
-from torchditan.datasets.splits import PARTS, Division, Parts, Split, describe_parts, suffix_of
+from torchditan.datasets.options import Split
+from torchditan.datasets.splits import PARTS, Division, Parts, describe_parts, suffix_of
+from torchditan.datasets.tables import read_parquet
 from torchditan.datasets.tars import CAPTION_SUFFIXES, MOST_TEXT, json_object
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 from torchditan.errors import option_error, shorten, some
@@ -46,13 +47,11 @@ _HOLD_CAPTIONS = frozenset([*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".parq
 _MAY_HOLD_CAPTIONS = frozenset([".json", ".jsonl", ".csv", ".tsv", ".cap", ".captions", ".tags", ".xlsx", ".parquet"])
 
 
-def read_folder(
-    root: Path, names: dict[Parts, list[str]], split: Split, *, config: options.Dataset, refusal: Refusal
-) -> Source:
+def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, config: options.Dataset) -> Source:
     """A split of the pictures below `root`, whose files are `names`. It has no entries if there are no pictures.
 
     Raises:
-        ConfigError: captions and pictures do not belong together.
+        SourceError: captions and pictures do not belong together.
     """
     is_video = config.num_frames is not None
     pictures = {parts: list(_pictures_in(root, parts, names[parts], is_video=is_video)) for parts in names}
@@ -67,24 +66,24 @@ def read_folder(
     tables = [(parts, name) for parts in names for name in METADATA_FILES if from_files and name in names[parts]]
     listed: dict[str, Entry] = {}
     for parts, name in tables:
-        found = _read_metadata(root, parts, name, pictures=pictures, config=config, refusal=refusal)
+        found = _read_metadata(root, parts, name, pictures=pictures, config=config)
         if taken := sorted(found.keys() & listed.keys()):
-            raise refusal(f"{taken[0]} is listed in two metadata files; keep one of them")
+            raise SourceError(f"{taken[0]} is listed in two metadata files; keep one of them")
         listed |= found
     free = [parts for parts in chosen if not any(parts[: len(folder)] == folder for folder, _ in tables)]
     own = [picture for parts in free for picture in pictures[parts]]
     read = {_join(parts, name) for parts, name in tables}
     if from_files:
         beside = {parts: names[parts] for parts in free}
-        captions, sidecars = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config, refusal=refusal)
+        captions, sidecars = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config)
         read |= sidecars
     else:
-        captions = {stem: Captions(_words(stem, refusal=refusal)) for stem, _, _ in own}
+        captions = {stem: Captions((_words(stem),)) for stem, _, _ in own}
     others = [_join(parts, name) for parts in free for name in names[parts]]
     inside = {name: division.place(parts)[1] for parts in free for _, name, _ in pictures[parts]}
     entries = [
-        dataclasses.replace(entry, repeats=_repeats(inside[entry.name], refusal=refusal))
-        for entry in pair(own, captions, is_video=is_video, refusal=refusal, others=others)
+        dataclasses.replace(entry, repeats=_repeats(inside[entry.name]))
+        for entry in pair(own, captions, is_video=is_video, others=others)
     ]
     entries += [listed[name] for parts in chosen for _, name, _ in pictures[parts] if name in listed]
     for entry in entries:
@@ -118,23 +117,23 @@ def _pictures_in(root: Path, parts: Parts, names: list[str], *, is_video: bool) 
         yield "/".join(parts), "/".join(parts), Frames(files)
 
 
-def _words(stem: str, *, refusal: Refusal) -> str:
+def _words(stem: str) -> str:
     """`a red cat` of `photos/a_red_cat`."""
-    return decode(os.fsencode(stem.rpartition("/")[2].replace("_", " ")), where=stem, refusal=refusal)
+    return decode(os.fsencode(stem.rpartition("/")[2].replace("_", " ")), where=stem)
 
 
-def _repeats(inside: Parts, *, refusal: Refusal) -> int:
+def _repeats(inside: Parts) -> int:
     """10 for `10_dog/a.png`, as kohya's scripts name folders. A year (`2024_dogs`) does not count."""
     match = re.match(r"(\d{1,3})_", inside[0]) if inside else None
     if match is None:
         return 1
     if int(match[1]) == 0:
-        raise refusal(f"the folder {inside[0]}/ repeats its images 0 times; must be at least 1")
+        raise SourceError(f"the folder {inside[0]}/ repeats its images 0 times; must be at least 1")
     return int(match[1])
 
 
 def _read_sidecars(
-    root: Path, names: dict[Parts, list[str]], stems: set[str], *, config: options.Dataset, refusal: Refusal
+    root: Path, names: dict[Parts, list[str]], stems: set[str], *, config: options.Dataset
 ) -> tuple[dict[str, Captions], set[str]]:
     """Name without extension -> its captions, and the names of the files that were read.
 
@@ -149,9 +148,9 @@ def _read_sidecars(
             name, suffix, path = _join(parts, file), suffix_of(file), root.joinpath(*parts, file)
             stem = unicodedata.normalize("NFC", os.path.splitext(name)[0])
             if suffix in CAPTION_SUFFIXES:
-                caption = Captions(decode(path.read_bytes(), where=name, refusal=refusal))
+                caption = Captions((decode(path.read_bytes(), where=name),))
                 if texts.setdefault(stem, caption) != caption:
-                    raise refusal(f"{origins[stem]} and {name} differ; keep one of them")
+                    raise SourceError(f"{origins[stem]} and {name} differ; keep one of them")
                 origins[stem] = name
             elif suffix == ".json" and stem in normal and path.stat().st_size <= MOST_TEXT:
                 try:
@@ -159,7 +158,7 @@ def _read_sidecars(
                 except ValueError:  # of another program
                     continue
                 if row.get(config.caption_key) is not None:
-                    objects[stem] = captions_in(row, config.caption_key, where=name, refusal=refusal)
+                    objects[stem] = captions_in(row, config.caption_key, where=name)
                     origins.setdefault(stem, name)
     return objects | texts, {*origins.values()}
 
@@ -171,7 +170,6 @@ def _read_metadata(
     *,
     pictures: dict[Parts, list[Picture]],
     config: options.Dataset,
-    refusal: Refusal,
 ) -> dict[str, Entry]:
     """Name -> entry of the rows `{"file_name": "a.png", "text": "a dog", "repeats": 2}` of a metadata file."""
     is_video = config.num_frames is not None
@@ -179,27 +177,27 @@ def _read_metadata(
         unicodedata.normalize("NFC", name): (name, content) for found in pictures.values() for _, name, content in found
     }
     entries: dict[str, Entry] = {}
-    for number, row in _rows(root.joinpath(*parts, file), where=_join(parts, file), refusal=refusal):
+    for number, row in _rows(root.joinpath(*parts, file), where=_join(parts, file)):
         where = f"{_join(parts, file)}, line {number}"
         if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-            raise refusal(f'{where}: must be {{"file_name": "...", "text": "..."}}')
+            raise SourceError(f'{where}: must be {{"file_name": "...", "text": "..."}}')
         if config.caption_key not in row:
             right = f"{where} has no such column; must be one of {', '.join(map(str, row))}"
             raise option_error("dataset.caption_key", config.caption_key, right)
-        captions = captions_in(row, config.caption_key, where=where, refusal=refusal)
+        captions = captions_in(row, config.caption_key, where=where)
         relative = PurePosixPath(row["file_name"].replace("\\", "/"))  # of Windows
         if relative.is_absolute() or ".." in relative.parts:
-            raise refusal(f"{where}: {relative} is outside the folder; must be a path inside it")
+            raise SourceError(f"{where}: {relative} is outside the folder; must be a path inside it")
         wanted = unicodedata.normalize("NFC", _join(parts, relative.as_posix()))
         if wanted not in known:
-            raise refusal(f"{where}: {_why_unknown(root / wanted, str(relative), is_video=is_video)}")
+            raise SourceError(f"{where}: {_why_unknown(root / wanted, str(relative), is_video=is_video)}")
         name, content = known[wanted]
         if name in entries:
-            raise refusal(f"{where}: {relative} is listed twice; use repeats to show it more often")
+            raise SourceError(f"{where}: {relative} is listed twice; use repeats to show it more often")
         repeats = str(row.get("repeats", 1))  # the values of a CSV are texts
         if not repeats.isdecimal() or int(repeats) < 1:
-            raise refusal(f"{where}: repeats must be an integer of at least 1")
-        entries[name] = Entry(name, captions.first, content, int(repeats), captions.others, captions.weights)
+            raise SourceError(f"{where}: repeats must be an integer of at least 1")
+        entries[name] = Entry(name, content, captions, int(repeats))
     return entries
 
 
@@ -215,16 +213,15 @@ def _why_unknown(path: Path, name: str, *, is_video: bool) -> str:
     )
 
 
-def _rows(path: Path, *, where: str, refusal: Refusal) -> Iterator[tuple[int, Any]]:
+def _rows(path: Path, *, where: str) -> Iterator[tuple[int, Any]]:
     """(number of its line, content) of each row of a metadata file."""
     if path.suffix == ".parquet":
-        rows = import_optional("pyarrow.parquet", extra="hub").read_table(path).to_pylist()
-        yield from enumerate(rows, start=1)
+        yield from enumerate(read_parquet(path, shown=where).to_pylist(), start=1)
         return
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise refusal(f"{where} is not UTF-8 text") from None
+        raise SourceError(f"{where} is not UTF-8 text") from None
     if path.suffix == ".csv":
         yield from enumerate(csv.DictReader(io.StringIO(text)), start=2)
         return
@@ -233,16 +230,16 @@ def _rows(path: Path, *, where: str, refusal: Refusal) -> Iterator[tuple[int, An
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise refusal(f"{where}, line {number} is not JSON ({error})") from None
+                raise SourceError(f"{where}, line {number} is not JSON ({error})") from None
 
 
-def refuse_bare(source: Source, *, refusal: Refusal, trigger_word: str | None) -> None:
+def refuse_bare(source: Source, *, trigger_word: str | None) -> None:
     """Refuse images without a caption, unless a trigger word replaces it and no file looks like their captions."""
-    bare = [entry.name for entry in source.entries if entry.caption is None]
+    bare = [entry.name for entry in source.entries if not entry.captions.texts]
     if bare and trigger_word is None:
-        raise refusal(
+        raise SourceError(
             f"no caption belongs to {some(sorted(bare))}; write one (a.txt for a.png), or set dataset.trigger_word"
         )
     if bare and (files := [name for name in source.unread if suffix_of(name) in _MAY_HOLD_CAPTIONS]):
         right = f"{len(bare):,} images have no caption, and {some(files)} may hold captions, but is not read as such"
-        raise refusal(f"{right}; write metadata.csv with the columns file_name and text, or move it elsewhere")
+        raise SourceError(f"{right}; write metadata.csv with the columns file_name and text, or move it elsewhere")

@@ -12,7 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,23 +21,23 @@ from torchditan.config import options
 from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.caption_entries import (
     Captions,
-    Cell,
     Entry,
     Frames,
-    Refusal,
     Source,
+    SourceError,
     captions_in,
     clean,
     decode,
     kind_word,
     pair,
-    refusal_of,
 )
 from torchditan.datasets.caption_folder import METADATA_FILES, read_folder
+from torchditan.datasets.encoded import Cell, Encoded
 from torchditan.datasets.hub import find_splits, load_rows
-from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Encoded, describe_files
-from torchditan.datasets.options import is_tar_address
-from torchditan.datasets.splits import PARTS, Division, Part, Split, describe_parts, part_of_file, suffix_of, walk
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, describe_files
+from torchditan.datasets.options import Split, is_tar_address
+from torchditan.datasets.splits import describe_parts, divide_files, suffix_of, walk
+from torchditan.datasets.tables import check_images, read_parquet, type_of
 from torchditan.datasets.tars import (
     CAPTION_SUFFIXES,
     Members,
@@ -58,43 +57,41 @@ def read_source(place: str, split: Split, *, config: options.Dataset, cache_fold
     `cache_folder` keeps the index of tar shards.
 
     Raises:
-        ConfigError: the source is empty or inconsistent.
+        SourceError: the source is empty or inconsistent.
     """
     root = Path(place).expanduser()
-    refusal = refusal_of(root)
     if is_tar_address(place) or (root.is_file() and root.suffix == ".tar"):
         source = _read_tars(place, split, config=config, cache_folder=cache_folder)
     elif root.is_file() and root.suffix == ".parquet":
-        source = Source(_read_parquet(root, [root], config, refusal=refusal), False, [])
+        table = read_parquet(root, shown=place)
+        source = Source(_read_table(table, config, where=root.name), False, [])
     elif root.is_dir():
-        source = _read_mixed(root, split, config=config, cache_folder=cache_folder, refusal=refusal)
+        source = _read_mixed(root, split, config=config, cache_folder=cache_folder)
     else:
-        raise refusal("must be a folder, a .tar or a .parquet file")
+        raise SourceError("must be a folder, a .tar or a .parquet file")
     if not source.entries:
         others = Counter(map(suffix_of, source.unread))
         found = f"; it has {describe_files(others)}" if others else ""
-        raise refusal(f"holds no {kind_word(config.num_frames is not None)}s with captions{found}")
+        raise SourceError(f"holds no {kind_word(config.num_frames is not None)}s with captions{found}")
     return source._replace(entries=sorted(source.entries, key=lambda entry: entry.name))
 
 
-def _read_mixed(
-    root: Path, split: Split, *, config: options.Dataset, cache_folder: Path | None, refusal: Refusal
-) -> Source:
+def _read_mixed(root: Path, split: Split, *, config: options.Dataset, cache_folder: Path | None) -> Source:
     """The captioned images of a folder, else the tars, else the parquet files in it."""
     names = dict(walk(root))
     files = sorted("/".join((*parts, name)) for parts in names for name in names[parts])
     tars = [name for name in files if suffix_of(name) == ".tar"]
     tables = [name for name in files if suffix_of(name) == ".parquet" and Path(name).name not in METADATA_FILES]
-    source = read_folder(root, names, split, config=config, refusal=refusal)
+    source = read_folder(root, names, split, config=config)
     what = f"the {kind_word(config.num_frames is not None)}s of the folder"
-    if (tars or tables) and not any(entry.caption is not None for entry in source.entries):
+    if (tars or tables) and not any(entry.captions.texts for entry in source.entries):
         if source.entries and config.trigger_word is not None:
-            raise refusal(f"holds {what} without captions, and {some(tars or tables)}; keep one of them there")
+            raise SourceError(f"holds {what} without captions, and {some(tars or tables)}; keep one of them there")
         what, read = ("the tar shards", tars) if tars else ("the parquet files", tables)
         if tars:
             source = _read_tars(str(root), split, config=config, cache_folder=cache_folder)
         else:
-            source = _read_tables(root, tables, split, config=config, refusal=refusal)
+            source = _read_tables(root, tables, split, config=config)
         source = source._replace(unread=[name for name in files if name not in read] + source.unread)
     if tars or tables:
         source.reading.insert(0, f"read: {what}")
@@ -107,9 +104,8 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
     With `dataset.corrupt_images` "skip", a line names what is missing.
 
     Raises:
-        ConfigError: there are none, or captions, images or ends of shards are missing.
+        SourceError: there are none, or captions, images or ends of shards are missing.
     """
-    refusal = functools.partial(option_error, "dataset.root_dir", root)
     is_video = config.num_frames is not None
     pictures: list[tuple[str, str, Encoded | Frames]] = []
     captions: dict[str, Captions] = {}
@@ -121,7 +117,7 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
     for shard in shards.open(split if is_divided else "train"):
         if shard.damage is not None:
             skipped.append(f"{shard.place.name} is {shard.damage}")
-        found = _captions_of(shard, config.caption_key, refusal=refusal)
+        found = _captions_of(shard, config.caption_key)
         captions |= found
         for suffix, members in shard.members.items():
             if kind_of(suffix) in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
@@ -132,7 +128,7 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
                 others += [f"{stem}{suffix}" for stem in keys if is_image or stem not in found]
     if skipped and config.corrupt_images == "error":
         right = "; repair or remove such shards, or read what they have with --dataset.corrupt_images skip"
-        raise refusal(f"{some(skipped)}{right}")
+        raise SourceError(f"{some(skipped)}{right}")
     if config.corrupt_images == "skip":
         stems = {stem for stem, _, _ in pictures}
         skipped += [f"{stem} has no {kind_word(is_video)}" for stem in captions if stem not in stems]
@@ -142,7 +138,7 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
             pictures = [picture for picture in pictures if picture[0] in captions]
     names = {part: [place.name for place in places] for part, places in shards.places.items()}
     reading = describe_parts(names, what="tar shard") + ([f"left out: {some(skipped)}"] if skipped else [])
-    entries = pair(pictures, captions, is_video=is_video, refusal=refusal, others=others)
+    entries = pair(pictures, captions, is_video=is_video, others=others)
     return Source(entries, is_divided, reading, others)
 
 
@@ -153,7 +149,7 @@ def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[
         yield stem, f"{stem}{suffix}", TarMember(shard.place.file, offset, size, damage)
 
 
-def _captions_of(shard: Shard, caption_key: str, *, refusal: Refusal) -> dict[str, Captions]:
+def _captions_of(shard: Shard, caption_key: str) -> dict[str, Captions]:
     captions: dict[str, Captions] = {}
     by_kind = sorted(((kind_of(suffix), suffix) for suffix in shard.members), key=lambda pair: pair[0] != ".json")
     for kind, suffix in by_kind:  # .json first, so that texts replace it
@@ -163,45 +159,26 @@ def _captions_of(shard: Shard, caption_key: str, *, refusal: Refusal) -> dict[st
             where = f"{stem}{suffix}"
             if kind in CAPTION_SUFFIXES:
                 content = text.encode("utf-8", "surrogateescape")
-                captions[stem] = Captions(decode(content, where=where, refusal=refusal))
+                captions[stem] = Captions((decode(content, where=where),))
             elif kind == ".json":
                 try:
                     row = json_object(text)
                 except ValueError as error:
-                    raise refusal(f"{where} is not a JSON object ({error})") from None
+                    raise SourceError(f"{where} is not a JSON object ({error})") from None
                 if row.get(caption_key) is not None:
-                    captions[stem] = captions_in(row, caption_key, where=where, refusal=refusal)
+                    captions[stem] = captions_in(row, caption_key, where=where)
     return captions
 
 
-def _read_tables(root: Path, names: list[str], split: Split, *, config: options.Dataset, refusal: Refusal) -> Source:
-    """A split of the parquet files below a folder, by the names of folders and files."""
-    paths = {name: tuple(name.split("/")) for name in names}
-    folders = {name: (*path[:-1], part_of_file(path[-1]) or path[-1]) for name, path in paths.items()}
-    division = Division(folders.values(), has_classes=False)
-    parts: dict[Part, list[str]] = {part: [] for part in PARTS}
-    for name in names:
-        parts[division.place(folders[name])[0]].append(name)
+def _read_tables(root: Path, names: list[str], split: Split, *, config: options.Dataset) -> Source:
+    """A split of the parquet files below a folder."""
+    parts = divide_files(names)
     if not parts["train"]:
-        raise refusal(f"holds no parquet files for training, only {some(names)}")
-    chosen = parts[split if parts["validation"] else "train"]
-    entries = _read_parquet(root, [root / name for name in chosen], config, refusal=refusal)
+        raise SourceError(f"holds no parquet files for training, only {some(names)}")
+    entries: list[Entry] = []
+    for name in parts[split if parts["validation"] else "train"]:
+        entries += _read_table(read_parquet(root / name, shown=str(root)), config, where=name)
     return Source(entries, bool(parts["validation"]), describe_parts(parts, what="parquet file"))
-
-
-def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
-    parquet = import_optional("pyarrow.parquet", extra="hub")
-    pyarrow = import_optional("pyarrow", extra="hub")
-    entries = []
-    for path in paths:
-        try:
-            table = parquet.read_table(path, memory_map=True)
-        except (pyarrow.ArrowException, OSError, ValueError) as error:  # of damage in a page of data, OSError
-            why = str(error).partition("\n")[0]
-            raise refusal(f"{path.name} is not a readable parquet file ({why})") from error
-        where = path.name if path == root else path.relative_to(root).as_posix()
-        entries += _read_table(table, config, where=where, refusal=refusal)
-    return entries
 
 
 def read_hub(config: options.Dataset, split: Split) -> Source:
@@ -210,28 +187,18 @@ def read_hub(config: options.Dataset, split: Split) -> Source:
     names = find_splits(config.hub_name)
     is_divided = bool(names["validation"])
     rows = load_rows(config.hub_name, names[split if is_divided else "train"][0], streaming=False)
-    datasets = import_optional("datasets", extra="hub")
-    if isinstance(rows.features.get(config.image_key), datasets.Image):
-        rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
-    refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
-    entries = _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
+    entries = _read_table(rows.data, config, where=config.hub_name)
     return Source(entries, is_divided, describe_parts(names, what="split"))
 
 
-def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Refusal) -> list[Entry]:
+def _read_table(table: Any, config: options.Dataset, *, where: str) -> list[Entry]:
     """Read the rows of an Arrow table. `where` names it in errors."""
     types = import_optional("pyarrow", extra="hub").types
     if config.num_frames is not None:
         right = "parquet files and hub datasets contain images; leave it out, or use files with --dataset.root_dir"
         raise option_error("dataset.num_frames", config.num_frames, right)
-    for option, key in (("image_key", config.image_key), ("caption_key", config.caption_key)):
-        if key not in table.column_names:
-            right = f"must be one of the columns of {where}: {', '.join(table.column_names)}"
-            raise option_error(f"dataset.{option}", key, right)
-    image_type, caption_type = table.schema.field(config.image_key).type, table.schema.field(config.caption_key).type
-    has_bytes = types.is_struct(image_type) and image_type.get_field_index("bytes") >= 0
-    if not has_bytes and not types.is_binary(image_type) and not types.is_large_binary(image_type):
-        raise option_error("dataset.image_key", config.image_key, f"holds {image_type} in {where}; must be images")
+    check_images(table.schema, config.image_key, where=where)
+    caption_type = type_of(table.schema, "caption_key", config.caption_key, where=where)
     has_lists = types.is_list(caption_type) or types.is_large_list(caption_type)
     text_type = caption_type.value_type if has_lists or types.is_dictionary(caption_type) else caption_type
     if not types.is_string(text_type) and not types.is_large_string(text_type):
@@ -242,7 +209,6 @@ def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Ref
     for row, given in enumerate(rows):
         name = f"{where}, row {row:0{width}}"
         texts = given or [] if has_lists or given is None else [given]
-        captions = [clean(text or "", where=name, refusal=refusal) for text in texts]
-        caption = captions[0] if captions else None
-        entries.append(Entry(name, caption, Cell(images, row), others=tuple(captions[1:])))
+        captions = Captions(tuple(clean(text or "", where=name) for text in texts))
+        entries.append(Entry(name, Cell(images, row), captions))
     return entries

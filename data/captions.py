@@ -12,11 +12,9 @@ Notable:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import re
-import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,13 @@ import torch
 from torchditan.config import options
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
-from torchditan.datasets.caption_entries import Entry, File, Frames, Source, read_bytes
+from torchditan.datasets.caption_entries import Entry, Frames, Source, SourceError
 from torchditan.datasets.caption_folder import refuse_bare
 from torchditan.datasets.caption_sources import read_hub, read_source
+from torchditan.datasets.encoded import Encoded, File, read_bytes
 from torchditan.datasets.file_check import damage_of
-from torchditan.datasets.folder import HELD_OUT_SHARE
 from torchditan.datasets.images import (
     Crop,
-    Encoded,
     UnreadableError,
     convert,
     corrupt_image,
@@ -43,14 +40,8 @@ from torchditan.datasets.images import (
     load_sample,
     open_picture,
 )
-from torchditan.datasets.options import (
-    existing_path,
-    height_and_width,
-    is_tar_address,
-    photo_channels,
-    refuse,
-)
-from torchditan.datasets.splits import Split, suffix_of
+from torchditan.datasets.options import Split, existing_path, height_and_width, is_tar_address, photo_channels, refuse
+from torchditan.datasets.splits import HELD_OUT_SHARE, held_out, suffix_of
 from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.errors import counted, option_error, some
 from torchditan.randomness import generator, name_to_index
@@ -82,7 +73,7 @@ class CaptionedImages(ImageDataset):
         self.places = np.repeat(np.arange(len(entries)), [entry.repeats for entry in entries])
         """(number of items,) the index in `entries` of each item."""
         self._texts = [
-            [self._with_trigger(text, entry) for text in (entry.caption, *entry.others)] for entry in entries
+            [self._with_trigger(text, entry) for text in entry.captions.texts or (None,)] for entry in entries
         ]
         self.captions = [self._texts[place][0] for place in self.places]
         """The first caption of each item, with its tags in their original order."""
@@ -158,7 +149,7 @@ class CaptionedImages(ImageDataset):
     def _variants(self, index: int) -> dict[str, float]:
         place = self.places[index]
         texts = self._texts[place]
-        weights = self.entries[place].weights or (1,) * len(texts)
+        weights = self.entries[place].captions.weights or (1,) * len(texts)
         found: dict[str, float] = {}
         for text, weight in zip(texts, weights, strict=True):
             shuffles = self._shuffles(text)
@@ -277,17 +268,14 @@ def build(
     size = height_and_width(config, default=(0, 0))
     buckets = bucket_sizes(size, step=config.bucket_step) if config.aspect_buckets else [size]
     option = "root_dir" if config.hub_name is None else "hub_name"
-    refusal = functools.partial(option_error, f"dataset.{option}", getattr(config, option))
-    if config.hub_name is not None:
-        refuse(config, "root_dir")
-        source = read_hub(config, split)
-    else:
-        root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
-        source = read_source(root, split, config=config, cache_folder=cache_folder)
+    try:
+        source = _open_source(config, split, cache_folder=cache_folder)
+        refuse_bare(source, trigger_word=config.trigger_word)
+    except SourceError as error:
+        raise option_error(f"dataset.{option}", getattr(config, option), str(error)) from None
     if source.is_divided and config.held_out:
         right = f"{getattr(config, option)} has held-out images of its own; leave it out"
         raise option_error("dataset.held_out", config.held_out, right)
-    refuse_bare(source, refusal=refusal, trigger_word=config.trigger_word)
     parts = {split: source.entries} if source.is_divided else _hold_out(source.entries, config)
     if not parts[split]:
         none = f"none of {len(source.entries)} image(s) is held out{' by default' if config.held_out is None else ''}"
@@ -299,9 +287,17 @@ def build(
     return dataset
 
 
+def _open_source(config: options.Dataset, split: Split, *, cache_folder: Path | None) -> Source:
+    if config.hub_name is not None:
+        refuse(config, "root_dir")
+        return read_hub(config, split)
+    root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
+    return read_source(root, split, config=config, cache_folder=cache_folder)
+
+
 def _describe(source: Source, config: options.Dataset) -> list[str]:
     """Lines for the user: captions, held-out images, and what is not read."""
-    bare = sum(entry.caption is None for entry in source.entries)
+    bare = sum(not entry.captions.texts for entry in source.entries)
     lines = [f"captions: {len(source.entries) - bare:,} of {len(source.entries):,} images"]
     if bare:
         lines[0] += f"; {bare:,} have only the trigger word {config.trigger_word}"
@@ -324,9 +320,8 @@ def _hold_out(entries: list[Entry], config: options.Dataset) -> dict[Split, list
     count = _num_held_out(entries, config)
     if count >= len(entries):
         raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the number of images")
-    checksums = np.array([zlib.crc32(entry.name.encode(errors="surrogateescape")) for entry in entries])
-    chosen = set(np.argsort(checksums, kind="stable")[:count].tolist())
+    chosen = held_out((entry.name.encode(errors="surrogateescape") for entry in entries), count=count)
     return {
-        "train": [entry for place, entry in enumerate(entries) if place not in chosen],
-        "validation": [dataclasses.replace(entries[place], repeats=1) for place in sorted(chosen)],
+        "train": [entry for entry, is_held_out in zip(entries, chosen, strict=True) if not is_held_out],
+        "validation": [dataclasses.replace(entries[place], repeats=1) for place in np.flatnonzero(chosen)],
     }

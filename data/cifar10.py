@@ -17,10 +17,11 @@ from torchditan.config import options
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import open_hub
-from torchditan.datasets.images import corrupt_image, load_sample, to_sample
-from torchditan.datasets.options import NEEDS, existing_path, photo_channels, refuse_crop
-from torchditan.datasets.splits import Split, part_of_file, walk
-from torchditan.errors import ConfigError, first_line, option_error
+from torchditan.datasets.images import to_sample
+from torchditan.datasets.options import NEEDS, Split, existing_path, photo_channels, refuse
+from torchditan.datasets.splits import part_of_file, walk
+from torchditan.datasets.tables import TableImages, read_parquet
+from torchditan.errors import ConfigError, option_error
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -51,35 +52,9 @@ class Cifar10(ImageDataset):
         return {"sample": torch.from_numpy(to_sample(pixels)), "class_label": int(self.class_labels[index])}
 
 
-class Cifar10Parquet(ImageDataset):
-    """PNG bytes of a parquet table in memory, decoded on access."""
-
-    name = "cifar10"
-    horizontal_flip = True
-    class_labels: np.ndarray
-
-    def __init__(self, *, images: Any, class_labels: np.ndarray, channels: int, where: str) -> None:
-        self.images = images
-        self.class_labels = class_labels
-        self.class_names = list(CLASS_NAMES)
-        self.sample_shape = (channels, 32, 32)
-        self.where = where
-
-    def __len__(self) -> int:
-        return len(self.class_labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        image, where = self.images[index], f"{self.where}, row {index}"
-        data = image["bytes"].as_py() if image.is_valid else None
-        if data is None:
-            raise corrupt_image(where, "no data")
-        sample = load_sample(data, sample_shape=self.sample_shape, where=where)
-        return {"sample": torch.from_numpy(sample), "class_label": int(self.class_labels[index])}
-
-
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Any:
     channels = photo_channels(config, input_channels)
-    refuse_crop(config)
+    refuse(config, "crop")
     if config.hub_name is not None:
         return open_hub(
             config,
@@ -87,19 +62,17 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
             split=split,
             image_key="img" if config.image_key == "image" else config.image_key,
             sample_shape=(channels, 32, 32),
-            horizontal_flip=True,
         )
     if config.streaming:
         raise option_error("dataset.streaming", True, "needs the hub; set --dataset.hub_name uoft-cs/cifar10")
     root = existing_path(config)
     if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
         root = root / "cifar-10-batches-bin"
-    parquet = [root] if root.is_file() and root.suffix == ".parquet" else []
     if root.is_dir():
-        parquet = [
-            root.joinpath(*parts, name) for parts, names in walk(root) for name in names if name.endswith(".parquet")
-        ]
-    if parquet:
+        parquet = [root.joinpath(*parts, name) for parts, names in walk(root) for name in names]
+    else:
+        parquet = [root]
+    if parquet := [path for path in parquet if path.suffix == ".parquet"]:
         return _read_parquet(config, parquet, split=split, channels=channels)
     pattern = "test_batch*.bin" if split == "validation" else "data_batch_*.bin"
     files = sorted(root.glob(pattern))
@@ -125,35 +98,20 @@ def _nothing_found(root: Path, pattern: str) -> ConfigError:
     return option_error("dataset.root_dir", str(root), right)
 
 
-def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> Cifar10Parquet:
+def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> TableImages:
     """Test and held-out files, by their names, are the validation split. A single file is only for training."""
-    pyarrow_parquet = import_optional("pyarrow.parquet", extra="hub")
-    pyarrow = import_optional("pyarrow", extra="hub")
     held_out = [path for path in files if part_of_file(path.name) in ("validation", "test")]
-    chosen = held_out if split == "validation" else [p for p in files if p not in held_out] or files
+    chosen = held_out if split == "validation" else [path for path in files if path not in held_out] or files
     if not chosen:
         raise option_error("dataset.root_dir", config.root_dir, "has no test-*.parquet for the validation images")
-    try:
-        table = pyarrow.concat_tables([pyarrow_parquet.read_table(path) for path in chosen])
-    except (pyarrow.ArrowException, OSError, ValueError) as error:  # of damage in a page of data, OSError
-        right = f"is not a readable parquet file ({first_line(error)})"
-        raise option_error("dataset.root_dir", str(chosen[0]), right) from error
-    image_key = next((key for key in (config.image_key, "img") if key in table.column_names), None)
-    right = f"must be one of the columns of {chosen[0]}: {', '.join(table.column_names)}"
-    if image_key is None:
-        raise option_error("dataset.image_key", config.image_key, right)
-    if config.label_key not in table.column_names:
-        raise option_error("dataset.label_key", config.label_key, right)
-    image_type, labels = table.schema.field(image_key).type, table[config.label_key]
-    if not pyarrow.types.is_struct(image_type) or image_type.get_field_index("bytes") < 0:
-        right = f"holds {image_type}; must be images as the hub stores them, their bytes and their path"
-        raise option_error("dataset.image_key", config.image_key, right)
-    if not pyarrow.types.is_integer(labels.type) or labels.null_count:
-        found = f"{labels.null_count} row(s) without a label" if labels.null_count else labels.type
-        raise option_error("dataset.label_key", config.label_key, f"holds {found}; must be integers from 0")
-    return Cifar10Parquet(
-        images=table[image_key],
-        class_labels=labels.to_numpy().astype(np.int64),
-        channels=channels,
+    tables = [read_parquet(path, shown=str(config.root_dir)) for path in chosen]
+    table = import_optional("pyarrow", extra="hub").concat_tables(tables)
+    return TableImages(
+        table,
+        name="cifar10",
         where=str(chosen[0] if len(chosen) == 1 else chosen[0].parent),
+        image_key="img" if config.image_key == "image" and "img" in table.column_names else config.image_key,
+        label_key=config.label_key,
+        class_names=list(CLASS_NAMES),
+        sample_shape=(channels, 32, 32),
     )

@@ -12,16 +12,16 @@ Notable:
 
 from __future__ import annotations
 
-import bisect
 import io
-import itertools
 import re
 import struct
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image
+
+from torchditan.datasets.byte_ranges import ByteRanges, reading
 
 _ORIENTATION = 0x0112
 _TIFF_TAGS = frozenset(
@@ -40,50 +40,10 @@ _XMP_IN_JPEG = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 
-class Parts:
-    """Parts of a file, and bytes in place of others, read as one file. It never asks for more bytes than are left:
-    Python reserves what a damaged picture asks for, up to 4 GiB."""
-
-    def __init__(self, file: BinaryIO, parts: Sequence[tuple[int, int] | bytes]) -> None:
-        self._file = file
-        lengths = [len(part) if isinstance(part, bytes) else part[1] - part[0] for part in parts]
-        self._parts = [part for part, length in zip(parts, lengths, strict=True) if length > 0]
-        ends = list(itertools.accumulate(length for length in lengths if length > 0))
-        self._starts = [0, *ends][:-1]
-        self._size = ends[-1] if ends else 0
-        self._place = 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def read(self, count: int = -1) -> bytes:
-        left = max(0, self._size - self._place)
-        left = left if count < 0 else min(count, left)
-        found = []
-        while left:
-            number = bisect.bisect_right(self._starts, self._place) - 1
-            part, offset = self._parts[number], self._place - self._starts[number]
-            if isinstance(part, bytes):
-                data = part[offset : offset + left]
-            else:
-                self._file.seek(part[0] + offset)
-                data = self._file.read(min(left, part[1] - part[0] - offset))
-            if not data:  # the file became shorter
-                break
-            found.append(data)
-            self._place += len(data)
-            left -= len(data)
-        return b"".join(found)
-
-
 class Stripped(NamedTuple):
     """A file without its metadata, and the metadata that may have the orientation."""
 
-    file: Parts | BinaryIO
+    file: ByteRanges | BinaryIO
     exif: bytes = b""
     xmp: bytes = b""
 
@@ -100,8 +60,8 @@ def strip(file: BinaryIO) -> Stripped:
     if start[4:8] == b"ftyp":
         return _strip_boxes(file)
     if start[:4] in (b"II*\0", b"MM\0*"):
-        return Stripped(Parts(file, _strip_tiff(file, size)))
-    return Stripped(Parts(file, [(0, size)]))
+        return Stripped(ByteRanges(reading(file), _strip_tiff(file, size)))
+    return Stripped(ByteRanges(reading(file), [(0, size)]))
 
 
 def orientation_of(image: Image.Image, stripped: Stripped, sources: Collection[str]) -> int:
@@ -163,7 +123,7 @@ def _strip_jpeg(file: BinaryIO, size: int) -> Stripped:
         if head[1] in (0xE0, 0xEE) or not (0xE0 <= head[1] <= 0xEF or head[1] == 0xFE):
             parts.append((place, end))
         place = end
-    return Stripped(Parts(file, [*parts, (place, size)]), exif, xmp)
+    return Stripped(ByteRanges(reading(file), [*parts, (place, size)]), exif, xmp)
 
 
 def _strip_png(file: BinaryIO, size: int) -> Stripped:
@@ -189,7 +149,7 @@ def _strip_png(file: BinaryIO, size: int) -> Stripped:
         place = end
         if kind == b"IEND":
             break
-    return Stripped(Parts(file, parts), exif or profile, xmp)
+    return Stripped(ByteRanges(reading(file), parts), exif or profile, xmp)
 
 
 def _read_text(kind: bytes, chunk: bytes) -> tuple[bytes, bytes]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gzip
 import importlib.util
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.datasets.options import refuse, refuse_crop
+from torchditan.datasets.options import Split, refuse
 
 
 def read_rows() -> np.ndarray:
@@ -33,7 +33,7 @@ class Digits(ImageDataset):
     horizontal_flip = False
     class_labels: np.ndarray
 
-    def __init__(self, *, split: Literal["train", "validation"]) -> None:
+    def __init__(self, *, split: Split) -> None:
         rows = read_rows()  # (1797, 65): 64 pixels of 0..16, and the digit
         held_out = np.arange(len(rows)) % 6 == 5
         rows = rows[held_out if split == "validation" else ~held_out]
@@ -49,9 +49,6 @@ class Digits(ImageDataset):
         return {"sample": self.samples[index].clone(), "class_label": int(self.class_labels[index])}
 
 
-def build(
-    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
-) -> Digits:
-    refuse(config, "root_dir", "hub_name")
-    refuse_crop(config)
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Digits:
+    refuse(config, "root_dir", "hub_name", "crop")
     return Digits(split=split)

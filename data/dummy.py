@@ -17,7 +17,7 @@ import torch
 
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.datasets.options import height_and_width
+from torchditan.datasets.options import Split, height_and_width
 from torchditan.models.spec import TensorSpec
 from torchditan.randomness import generator
 from torchditan.sampling.drawing import SampleRows
@@ -36,7 +36,7 @@ class Dummy(ImageDataset):
         num_samples: int,
         num_classes: int,
         fill: Literal["normal", "zeros"],
-        split: Literal["train", "validation"],
+        split: Split,
     ) -> None:
         self.sample_shape = sample_shape
         self.num_samples = num_samples
@@ -73,9 +73,7 @@ class Dummy(ImageDataset):
         )
 
 
-def build(
-    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
-) -> Dummy:
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Dummy:
     frames = () if config.num_frames is None else (config.num_frames,)
     return Dummy(
         sample_shape=(input_channels or 4, *frames, *height_and_width(config, default=(32, 32))),

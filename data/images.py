@@ -23,8 +23,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError, features
@@ -100,12 +99,6 @@ def describe_files(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {suffix or 'without suffix'}{shown.get(suffix, '')}" for count, suffix in found)
 
 
-class Encoded(Protocol):
-    """An encoded image or video."""
-
-    def open(self) -> BinaryIO: ...
-
-
 class UnreadableError(Exception):
     """A picture cannot be read; the message is the reason, in one line."""
 
@@ -135,7 +128,7 @@ class Picture:
 
 
 @contextlib.contextmanager
-def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Picture]:
+def open_picture(source: str | bytes | BinaryIO) -> Iterator[Picture]:
     """A picture of a format in `IMAGE_SUFFIXES`: a path, its bytes, or an open file, which stays open.
 
     Raises:
@@ -146,8 +139,8 @@ def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Picture]:
             file: BinaryIO
             if isinstance(source, bytes):
                 file = io.BytesIO(source)
-            elif isinstance(source, (str, Path)):
-                file = opened.enter_context(Path(source).open("rb"))
+            elif isinstance(source, str):
+                file = opened.enter_context(open(source, "rb"))
             else:
                 file = source
             _check_webp(file)
@@ -205,17 +198,17 @@ def _check_webp(file: BinaryIO) -> None:
 
 
 def load_sample(
-    source: Path | bytes,
+    data: bytes,
     *,
     sample_shape: tuple[int, ...],
     where: str,
     crop: Crop = "center",
     number: int = 0,
 ) -> np.ndarray:
-    """Decode a file or its bytes to float32 (C, H, W) in [-1, 1].
+    """Decode an image to float32 (C, H, W) in [-1, 1].
 
     Args:
-        source: the encoded image.
+        data: the encoded image.
         sample_shape: (C, H, W).
         where: name of the image in an error.
         crop: `dataset.crop`.
@@ -225,7 +218,7 @@ def load_sample(
         CorruptImageError: it cannot be decoded.
     """
     try:
-        with open_picture(source) as picture:
+        with open_picture(data) as picture:
             if picture.image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 if that is twice the crop
                 side = 2 * max(sample_shape[1:])  # for both sides: the orientation may turn the image
                 picture.image.draft(None, (side, side))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +24,12 @@ from torchditan.config import options
 from torchditan.data_stream.datasets import Batch, ImageDataset
 from torchditan.data_stream.latent_index import INDEX_FILE, SETTINGS_FILE, fingerprint_of, read_index
 from torchditan.data_stream.latent_shards import LABELS_FILE, LatentShards, size_problems, to_sample
-from torchditan.datasets.options import PUBLIC_FILE, existing_path, refuse, refuse_crop
+from torchditan.datasets.options import PUBLIC_FILE, Split, existing_path, refuse
+from torchditan.datasets.splits import SPLITS
 from torchditan.errors import option_error
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.hub import download_folder, is_on_hub
 
-Split = Literal["train", "validation"]
-SPLITS = ("train", "validation")
 _FILES = (INDEX_FILE, LABELS_FILE, "shard-*.safetensors", "shard-*.tar")
 _CHECKED = ".torchditan_checked"
 """In a downloaded snapshot: its files are those of the index."""
@@ -72,8 +71,7 @@ class Latents(ImageDataset):
 
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Latents:
-    refuse(config, "hub_name")
-    refuse_crop(config)
+    refuse(config, "hub_name", "crop")
     root = _find(config)
     train = _find_split(root, "train")
     if train is None:
@@ -101,11 +99,6 @@ def splits_of(folder: Path) -> dict[str, Path]:
     if (folder / INDEX_FILE).is_file():
         return {"train": folder}
     return {split: folder / split for split in SPLITS if (folder / split / INDEX_FILE).is_file()}
-
-
-def has_latents(folder: Path) -> bool:
-    """Whether `torchditan encode` wrote this folder, or `torchditan share`."""
-    return bool(splits_of(folder))
 
 
 def open_from_hub(place: str) -> Path:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from torchditan.config import options
 from torchditan.errors import option_error
 
+Split = Literal["train", "validation"]
 PUBLIC_FILE = "imagenet_ci8x8.safetensors"
 """ImageNet in the latents of the Cosmos tokenizer CI8x8, a public file."""
 _LATENTS = (
@@ -70,16 +72,18 @@ def check_root(config: options.Dataset) -> None:
         existing_path(config)
 
 
-def refuse_crop(config: options.Dataset) -> None:
-    """For images that are never larger than a sample: refuse `dataset.crop`."""
-    if config.crop != "center":
-        right = f"{config.dataset_name} is never cropped; leave it out"
-        raise option_error("dataset.crop", config.crop, right)
-
-
 def refuse(config: options.Dataset, *names: str) -> None:
     """Refuse options that this dataset does not read, instead of ignoring them."""
     for name in names:
-        if getattr(config, name) is not None:
+        if getattr(config, name) != getattr(options.Dataset(), name):
             right = f"{config.dataset_name} does not read it; leave it out"
             raise option_error(f"dataset.{name}", getattr(config, name), right)
+
+
+def square_size(config: options.Dataset, sizes: tuple[int, ...]) -> int:
+    """`dataset.image_size`, which must be one of these squares; by default the first."""
+    height, width = height_and_width(config, default=(sizes[0], sizes[0]))
+    if height != width or height not in sizes:
+        right = f"must be {' or '.join(map(str, sizes))} for {config.dataset_name}"
+        raise option_error("dataset.image_size", config.image_size, right)
+    return height

@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.images import to_sample
-from torchditan.datasets.options import height_and_width, refuse, refuse_crop
+from torchditan.datasets.options import Split, refuse, square_size
 from torchditan.errors import option_error
 from torchditan.randomness import generator
 
@@ -252,7 +252,7 @@ class Scenes(ImageDataset):
     name = "scenes"
     horizontal_flip = False
 
-    def __init__(self, *, pixels: int, split: Literal["train", "validation"]) -> None:
+    def __init__(self, *, pixels: int, split: Split) -> None:
         self.pixels = pixels
         self.split = split
         self.sample_shape = (3, pixels, pixels)
@@ -299,12 +299,6 @@ def _pixels_between(start: float, end: float, pixels: int) -> range:
     return range(first, min(max(first + 1, math.ceil(end * pixels / WIDTH)), pixels))
 
 
-def build(
-    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
-) -> Scenes:
-    refuse(config, "root_dir", "hub_name")
-    refuse_crop(config)
-    size = height_and_width(config, default=(32, 32))
-    if size not in [(side, side) for side in SIZES]:
-        raise option_error("dataset.image_size", config.image_size, "must be 32 or 64 for scenes")
-    return Scenes(pixels=size[0], split=split)
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Scenes:
+    refuse(config, "root_dir", "hub_name", "crop")
+    return Scenes(pixels=square_size(config, SIZES), split=split)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Which files are for training, which are held out, and which are test data: one rule for all datasets.
+"""Which images are for training, which are held out, and which are test data: one rule for all datasets.
 
 Names of folders (`train/`, `Valid/`, `test2017/`), of tars and parquet files (`ds-val-000.tar`,
 `test-00000-of-00001.parquet`) and of splits on the hub tell. Test data is never trained on.
@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from torchditan.datasets.options import Split
 from torchditan.errors import counted, option_error, some
 
-Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Part = Literal["train", "validation", "test", "beside"]
 """`beside`: next to the folders of the splits, so in none of them."""
 PARTS: tuple[Part, ...] = ("train", "validation", "test", "beside")
 Parts = tuple[str, ...]
 """The folders of a path: `("train", "cat")`."""
+HELD_OUT_SHARE = 0.02
+"""Of images without a split of their own."""
 
 _PARTS: dict[str, Part] = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -107,6 +112,30 @@ class Division:
                 return "beside", inside
         parts_found = set(found.values())
         return next((part for part in ("test", "validation") if part in parts_found), "train"), inside
+
+
+def divide_files(names: Iterable[str]) -> dict[Part, list[str]]:
+    """Paths of tars or parquet files below a folder, by part: by the names of their folders and of themselves."""
+    paths = {name: tuple(name.split("/")) for name in names}
+    folders = {name: (*path[:-1], part_of_file(path[-1]) or path[-1]) for name, path in paths.items()}
+    division = Division(folders.values(), has_classes=False)
+    parts: dict[Part, list[str]] = {part: [] for part in PARTS}
+    for name, folder in folders.items():
+        parts[division.place(folder)[0]].append(name)
+    return parts
+
+
+def num_held_out(num_images: int) -> int:
+    """Two percent; at least one of two or more."""
+    return max(round(HELD_OUT_SHARE * num_images), min(1, num_images - 1), 0)
+
+
+def held_out(names: Iterable[bytes], *, count: int) -> np.ndarray:
+    """(N,) bool: the `count` images whose names have the lowest checksums. The choice needs no list of files."""
+    checksums = np.array([zlib.crc32(name) for name in names])
+    chosen = np.zeros(len(checksums), dtype=bool)
+    chosen[np.argsort(checksums, kind="stable")[:count]] = True
+    return chosen
 
 
 def describe_parts(names: Mapping[Part, Sequence[str]], *, what: str) -> list[str]:

@@ -7,16 +7,15 @@ Notable:
   read. A pass that is killed continues. A shard whose size or time changed is read again;
 - the index holds names, places, the text of captions, `.json` and `.cls`, and what is damaged. Opening reads no shard;
 - images are checked as file_check.py checks files, in the same pass;
-- shards at an address of fsspec (`s3://...`) are read in blocks, which a folder keeps (`RemoteFile`). fsspec's own
-  block cache shares one file of metadata, which ranks and loader workers would overwrite.
+- shards may be at an address of fsspec (remote_files.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -30,23 +29,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from torchditan.config.optional_libraries import import_optional
+from torchditan.datasets.byte_ranges import ByteRanges
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.images import IMAGE_SUFFIXES, describe_files
+from torchditan.datasets.options import Split
+from torchditan.datasets.remote_files import RemoteFile, list_folder
 from torchditan.datasets.splits import (
     PARTS,
     Division,
     Part,
-    Split,
     describe_parts,
+    divide_files,
     is_hidden,
     part_of,
-    part_of_file,
     suffix_of,
     walk,
 )
-from torchditan.errors import ConfigError, option_error, some
-from torchditan.run.atomic_files import write_file
+from torchditan.errors import option_error, some
 from torchditan.run.progress import report_progress
 
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -55,76 +54,7 @@ MOST_TEXT = 1 << 20
 _VERSION = 3
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
-_BLOCK_SIZE = 1 << 22
 _REMOTE_THREADS = 8
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file at an address of fsspec. Its blocks of 4 MiB are kept in a folder, if there is one.
-
-    A block is written under a temporary name, so any number of processes may share the folder. Above `limit` bytes, the
-    oldest blocks in it are deleted.
-    """
-
-    address: str
-    size: int
-    folder: Path | None
-    """Blocks of this version of this file; its parent holds those of all files."""
-    limit: int | None = None
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes from `offset` on; fewer at the end of the file."""
-        end = min(offset + count, self.size)
-        if end <= offset:
-            return b""
-        numbers = range(offset // _BLOCK_SIZE, (end - 1) // _BLOCK_SIZE + 1)
-        first = numbers[0] * _BLOCK_SIZE
-        return b"".join(map(self._block, numbers))[offset - first : end - first]
-
-    def _block(self, number: int) -> bytes:
-        if self.folder is None:
-            return self._fetch(number)
-        path = self.folder / f"{number:06d}"
-        with contextlib.suppress(OSError):
-            return path.read_bytes()
-        block = self._fetch(number)
-        with contextlib.suppress(OSError):  # a full disk
-            write_file(path, block)
-            if self.limit is not None:
-                _delete_oldest(self.folder.parent, limit=self.limit)
-        return block
-
-    def _fetch(self, number: int) -> bytes:
-        fsspec = import_optional("fsspec", extra="hub")
-        start, end = number * _BLOCK_SIZE, min((number + 1) * _BLOCK_SIZE, self.size)
-        try:
-            system, path = fsspec.core.url_to_fs(self.address)  # an instance of this process, not of a parent
-            block: bytes = system.cat_file(path, start=start, end=end)
-        except Exception as error:  # errors of a protocol's own library
-            raise _unreachable(self.address, error) from error
-        if len(block) != end - start:
-            raise option_error("dataset.root_dir", self.address, "changed while it was read; start the run again")
-        return block
-
-
-def _delete_oldest(folder: Path, *, limit: int) -> None:
-    """Delete the oldest blocks, until those in `folder` have at most `limit` bytes."""
-    states = []
-    for path in folder.glob("*/*"):
-        with contextlib.suppress(FileNotFoundError):  # another process deleted it
-            states.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-    total = sum(size for _, size, _ in states)
-    for _, size, path in sorted(states):
-        if total <= limit:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
-
-
-def _unreachable(address: str, error: Exception) -> ConfigError:
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return option_error("dataset.root_dir", address, f"cannot be read ({type(error).__name__}: {reason})")
 
 
 @dataclass(frozen=True)
@@ -140,64 +70,16 @@ class TarMember:
     def open(self) -> BinaryIO:
         if self.damage is not None:
             raise OSError(self.damage)
-        return _Reader(_open_part(self.path, self.offset, self.size))
+        return cast(BinaryIO, _open_part(self.path, self.offset, self.size))
 
 
-class _Part(io.RawIOBase):
-    """`size` bytes of a file, starting at `offset`."""
-
-    def __init__(
-        self, read_at: Callable[[int, int], bytes], offset: int, size: int, *, on_close: Callable[[], None]
-    ) -> None:
-        self.read_at, self.offset, self.size, self.on_close = read_at, offset, size, on_close
-        self.place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence])
-        return self.place
-
-    def tell(self) -> int:
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._next(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def readall(self) -> bytes:
-        return self._next(self.size)
-
-    def _next(self, count: int) -> bytes:
-        data = self.read_at(self.offset + self.place, min(count, max(0, self.size - self.place)))
-        self.place += len(data)
-        return data
-
-    def close(self) -> None:
-        if not self.closed:
-            self.on_close()
-        super().close()
-
-
-class _Reader(io.BufferedReader):
-    """Buffers a `_Part`. A plain BufferedReader allocates all bytes that a header asks for, before it reads any."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, cast(_Part, self.raw).size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
-
-
-def _open_part(file: Path | RemoteFile, offset: int, size: int) -> _Part:
+def _open_part(file: Path | RemoteFile, offset: int, size: int) -> ByteRanges:
+    ranges = [(offset, offset + size)]
     if isinstance(file, RemoteFile):
-        return _Part(file.read_at, offset, size, on_close=lambda: None)
+        return ByteRanges(file.read_at, ranges)
     descriptor = os.open(file, os.O_RDONLY)
-    return _Part(
-        lambda place, count: os.pread(descriptor, count, place), offset, size, on_close=lambda: os.close(descriptor)
+    return ByteRanges(
+        lambda place, count: os.pread(descriptor, count, place), ranges, close=lambda: os.close(descriptor)
     )
 
 
@@ -322,12 +204,10 @@ def find_shards(root: str, *, cache_folder: Path | None, blocks_gib: float | Non
     else:
         is_folder = Path(root).expanduser().is_dir()
         found = _find_local(root, other_files)
-    places: dict[Part, list[Place]] = {part: [] for part in PARTS}
-    paths = {place.name: tuple(place.name.split("/")) for place in found}
-    folders = {name: (*path[:-1], part_of_file(path[-1]) or path[-1]) for name, path in paths.items()}
-    division = Division(folders.values() if is_folder else (), has_classes=False)
-    for place in found:
-        places[division.place(folders[place.name])[0]].append(place)
+    places: dict[Part, list[Place]] = {part: found if part == "train" else [] for part in PARTS}
+    if is_folder:
+        by_name = {place.name: place for place in found}
+        places = {part: [by_name[name] for name in names] for part, names in divide_files(by_name).items()}
     if not places["train"]:
         named = f" for training, only {some(place.name for place in found)}" if found else ""
         packed = f"; it has {describe_files(other_files)}" if other_files else ""
@@ -344,7 +224,7 @@ def read_text(root: str, name: str) -> str | None:
     """
     folder = posixpath.dirname(expand_braces(root)[0]) if root.endswith(".tar") else root
     if "://" in root:
-        system, found = _list_remote(folder)
+        system, found = list_folder(folder)
         infos = [info for info in found if posixpath.basename(info["name"]) == name]
         files = [RemoteFile(system.unstrip_protocol(info["name"]), info["size"], None) for info in infos]
         return files[0].read_at(0, MOST_TEXT).decode("utf-8-sig", errors="surrogateescape") if files else None
@@ -394,28 +274,18 @@ def _names(paths: list[str]) -> list[str]:
     return [posixpath.relpath(path, common or ".") for path in paths]
 
 
-def _list_remote(folder: str) -> tuple[Any, list[dict[str, Any]]]:
-    """The file system of a remote folder, and its content: `name`, `type`, `size` and more of each."""
-    fsspec = import_optional("fsspec", extra="hub")
-    try:
-        system, path = fsspec.core.url_to_fs(folder)
-        return system, system.ls(path, detail=True)
-    except Exception as error:
-        raise _unreachable(folder, error) from error
-
-
 def _find_remote(root: str, *, blocks: Path | None, limit: int | None) -> list[Place]:
     addresses = expand_braces(root)
     is_folder = len(addresses) == 1 and not root.endswith(".tar")
     infos: dict[str, dict[str, Any]] = {}
     for folder in [root] if is_folder else sorted({posixpath.dirname(address) for address in addresses}):
-        system, found = _list_remote(folder)
+        system, found = list_folder(folder)
         infos |= {info["name"]: info for info in found}
     if is_folder:
         below = [info["name"] for info in infos.values() if info["type"] == "directory"]
         for path in below:
             if part_of(posixpath.basename(path.rstrip("/"))) is not None:
-                infos |= {info["name"]: info for info in _list_remote(system.unstrip_protocol(path))[1]}
+                infos |= {info["name"]: info for info in list_folder(system.unstrip_protocol(path))[1]}
         visible = [path for path in infos if not is_hidden(posixpath.basename(path))]
         paths = sorted(path for path in visible if path.endswith(".tar"))
         top = system._strip_protocol(root).rstrip("/")
@@ -523,29 +393,29 @@ def read_shard(place: Place) -> Shard:
     """
     shard = Shard(place, [], {}, None)
     try:
-        with _open_part(place.file, 0, place.size) as raw:
-            shard.damage = _read_members(shard, raw)
+        with _open_part(place.file, 0, place.size) as file:
+            shard.damage = _read_members(shard, file)
     except OSError as error:
         raise option_error("dataset.root_dir", str(place.file), f"cannot be read: {error.strerror or error}") from error
     return shard
 
 
-def _read_members(shard: Shard, raw: _Part) -> str | None:
+def _read_members(shard: Shard, file: ByteRanges) -> str | None:
     """Add all members, and return why some may be missing."""
     numbers: dict[str, int] = {}
     last, offset = None, 0
     try:
-        with tarfile.open(fileobj=_Reader(raw), mode="r:") as tar:
+        with tarfile.open(fileobj=cast(BinaryIO, file), mode="r:") as tar:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # it would keep all
                 last, offset = member.name, tar.offset
                 if not member.isdir() and not _is_left_out(member.name):
-                    _add(shard, numbers, member, raw)
+                    _add(shard, numbers, member, file)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # numbers, and chains of headers
         if last is None:
             return f"not a readable, uncompressed tar ({error})"
     # tarfile also stops at a header that is damaged or incomplete. A whole tar ends with blocks of zeros.
-    end = raw.read_at(offset, tarfile.BLOCKSIZE) if offset < shard.place.size else b""
+    end = _read(file, offset, tarfile.BLOCKSIZE)
     if len(end) == tarfile.BLOCKSIZE and not any(end):
         return None
     return f"truncated or damaged after the start of {last}"
@@ -556,7 +426,7 @@ def _is_left_out(name: str) -> bool:
     return bool(_META.match(name)) or any(is_hidden(part) for part in name.split("/") if part != ".")
 
 
-def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _Part) -> None:
+def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, file: ByteRanges) -> None:
     folder, slash, base = member.name.rpartition("/")
     key, dot, suffix = base.partition(".")
     if not key or not dot:  # hidden, or without a suffix
@@ -572,13 +442,13 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
     if kind in TEXT_SUFFIXES:
         if not is_whole:
             return
-        text = raw.read_at(member.offset_data, min(member.size, MOST_TEXT))
+        text = _read(file, member.offset_data, min(member.size, MOST_TEXT))
         members.texts.append(text.decode("utf-8-sig", "surrogateescape"))
     damage = None if is_whole else "incomplete"
     if not is_stored:
         damage = "a sparse file, as GNU tar writes with -S" if member.issparse() else "a link, not a file"
     if is_whole and kind in IMAGE_SUFFIXES:
-        damage = _image_damage(raw, member)
+        damage = _image_damage(file, member)
     if damage is not None:
         members.damages[str(len(members.keys))] = damage
     members.keys.append(numbers[key])
@@ -586,8 +456,14 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
     members.sizes.append(member.size if is_whole else 0)  # a damaged size may exceed 64 bits
 
 
-def _image_damage(raw: _Part, member: tarfile.TarInfo) -> str | None:
-    start = raw.read_at(member.offset_data, min(12, member.size))
-    end = raw.read_at(member.offset_data + max(0, member.size - 12), min(12, member.size))
-    part = _Part(raw.read_at, member.offset_data, member.size, on_close=lambda: None)
-    return damage_in(_Reader(part), start=start, end=end, size=member.size)
+def _read(file: ByteRanges, offset: int, count: int) -> bytes:
+    file.seek(offset)
+    return file.read(count)
+
+
+def _image_damage(file: ByteRanges, member: tarfile.TarInfo) -> str | None:
+    first, size = member.offset_data, member.size
+    start = _read(file, first, min(12, size))
+    end = _read(file, first + max(0, size - 12), min(12, size))
+    image = ByteRanges(functools.partial(_read, file), [(first, first + size)])
+    return damage_in(cast(BinaryIO, image), start=start, end=end, size=size)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError
-from torchditan.datasets.images import Encoded
+from torchditan.datasets.encoded import Encoded
 from torchditan.errors import ConfigError, first_line
 
 VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])

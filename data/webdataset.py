@@ -27,13 +27,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from torchditan.config import options
-from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.data_stream.npy_files import read_array
-from torchditan.datasets.caption_entries import read_bytes
-from torchditan.datasets.folder import held_out
-from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Crop, corrupt_image, load_sample
-from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
-from torchditan.datasets.splits import Split
+from torchditan.datasets.encoded import EncodedImages, read_bytes
+from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, Crop
+from torchditan.datasets.options import Split, existing_path, height_and_width, is_tar_address, photo_channels, refuse
+from torchditan.datasets.splits import held_out, num_held_out
 from torchditan.datasets.tars import Place, Shard, TarMember, find_shards, json_object, kind_of, read_text
 from torchditan.errors import option_error, some
 
@@ -69,10 +68,8 @@ class Samples:
         )
 
 
-class TarImages(ImageDataset):
-    """Images in tar shards, read in place and decoded on access."""
-
-    horizontal_flip = True
+class TarImages(EncodedImages):
+    """Images in tar shards, read in place."""
 
     def __init__(
         self,
@@ -99,10 +96,7 @@ class TarImages(ImageDataset):
     def __len__(self) -> int:
         return len(self.samples.names)
 
-    def path_of(self, index: int) -> Path:
-        return Path(self._name_of(index))
-
-    def _name_of(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
         return str(self.samples.names[index].decode("utf-8", "surrogateescape"))
 
     def file_sizes(self) -> dict[str, dict[str, int]]:
@@ -113,27 +107,9 @@ class TarImages(ImageDataset):
         yield len(self), self.samples.damages
 
     def content_of(self, index: int) -> bytes:
-        """The encoded image.
-
-        Raises:
-            CorruptImageError: it cannot be read.
-        """
-        if (damage := self.samples.damages.get(index)) is not None:
-            raise corrupt_image(self._name_of(index), damage)
         shard, offset, size = self.samples.members[index].tolist()
-        return read_bytes(TarMember(self.samples.shards[shard].file, offset, size), where=self._name_of(index))
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item: dict[str, Any] = {"sample": self._decode(self.content_of(index), index)}
-        if self.class_labels is not None:
-            item["class_label"] = int(self.class_labels[index])
-        return item
-
-    def _decode(self, data: bytes, index: int) -> torch.Tensor:
-        """A member -> `sample`."""
-        where = self._name_of(index)
-        sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop, number=index)
-        return torch.from_numpy(sample)
+        member = TarMember(self.samples.shards[shard].file, offset, size, self.samples.damages.get(index))
+        return read_bytes(member, where=self.name_of(index))
 
 
 class TarLatents(TarImages):
@@ -141,8 +117,8 @@ class TarLatents(TarImages):
 
     horizontal_flip = False  # the mirrored image has other latents
 
-    def _decode(self, data: bytes, index: int) -> torch.Tensor:
-        where = self._name_of(index)
+    def decode(self, data: bytes, index: int) -> torch.Tensor:
+        where = self.name_of(index)
         try:
             latent = read_latent(data)
         except ValueError as error:
@@ -329,7 +305,8 @@ def _open_split(
         )
         raise option_error("dataset.root_dir", root, right)
     if not is_divided:
-        samples = train.keep(held_out(train.names) == (split == "validation"))
+        chosen = held_out(train.names.tolist(), count=num_held_out(len(train.names)))
+        samples = train.keep(chosen == (split == "validation"))
     shared = {"name": config.dataset_name, "root": Path(root), "class_names": class_names}
     return samples, {**shared, "reading": shards.describe()}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_files import greys
 from PIL import Image
 
 from torchditan.config.options import Dataset
@@ -24,29 +25,19 @@ def open_folder(root: Path, split: Any = "train", name: str = "folder", **option
     return build_dataset(Dataset(dataset_name=name, root_dir=str(root), image_size=[4], **options), split=split)
 
 
-def greys(dataset: Any) -> list[int]:
-    return [round((dataset[i]["sample"][0, 0, 0].item() + 1) * 127.5) for i in range(len(dataset))]
-
-
-def test_subfolders_are_classes_in_sorted_order(tmp_path: Path) -> None:
-    for grey, name in enumerate(["dog/a.png", "cat/b.JPG", "cat/deep/c.webp", "eel/.hidden.png", "eel/d.bmp"]):
+def test_subfolders_are_classes_in_sorted_order_and_labels_belong_to_their_images(tmp_path: Path) -> None:
+    names = ["dog/a.png", "cat/b.JPG", "cat/deep/c.webp", "eel/.hidden.png", "eel/d.bmp"]
+    for grey, name in enumerate(names):
         write_image(tmp_path / name, 40 * grey)
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     (tmp_path / ".cache").mkdir()
     train, validation = open_folder(tmp_path), open_folder(tmp_path, "validation")
     assert train.class_names == validation.class_names == ["cat", "dog", "eel"]
-    found = {dataset[i]["class_label"] for dataset in (train, validation) for i in range(len(dataset))}
-    assert len(train) + len(validation) == 4
-    assert found == {0, 1, 2}
+    found = {
+        grey: dataset[i]["class_label"] for dataset in (train, validation) for i, grey in enumerate(greys(dataset))
+    }
+    assert found == {0: 1, 40: 0, 80: 0, 160: 2}
     assert train.horizontal_flip
-
-
-def test_labels_belong_to_their_images(tmp_path: Path) -> None:
-    for label, name in enumerate(["a", "b", "c"]):
-        for copy in range(4):
-            write_image(tmp_path / "train" / name / f"{copy}.png", 80 * label)
-    dataset = open_folder(tmp_path)
-    assert all(grey == 80 * dataset[i]["class_label"] for i, grey in enumerate(greys(dataset)))
 
 
 def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
@@ -57,31 +48,21 @@ def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
     assert set(dataset[0]) == {"sample"}
 
 
-def test_about_two_percent_are_held_out_and_no_image_is_in_both(tmp_path: Path) -> None:
-    for index in range(150):
-        write_image(tmp_path / f"{index:03}.png", index)
-    train, validation = greys(open_folder(tmp_path)), greys(open_folder(tmp_path, "validation"))
-    assert len(validation) == 3
-    assert sorted(train + validation) == list(range(150))
-    assert greys(open_folder(tmp_path, "validation")) == validation
-
-
-def test_the_hold_out_does_not_depend_on_where_the_folder_is(tmp_path: Path) -> None:
+def test_two_percent_are_held_out_wherever_the_folder_is(tmp_path: Path) -> None:
     for place in ("here", "there"):
-        for index in range(60):
-            write_image(tmp_path / place / f"{index}.png", index)
-    assert greys(open_folder(tmp_path / "here", "validation")) == greys(open_folder(tmp_path / "there", "validation"))
+        for index in range(150):
+            write_image(tmp_path / place / f"{index:03}.png", index)
+    train, validation = (greys(open_folder(tmp_path / "here", split)) for split in ("train", "validation"))
+    assert len(validation) == 3 and sorted(train + validation) == list(range(150))
+    assert greys(open_folder(tmp_path / "there", "validation")) == validation
 
 
-@pytest.mark.parametrize("name", ["val", "validation"])
-def test_train_and_validation_folders_are_respected(tmp_path: Path, name: str) -> None:
+def test_labels_of_held_out_images_are_numbered_as_in_training(tmp_path: Path) -> None:
     write_image(tmp_path / "train" / "a" / "1.png", 1)
     write_image(tmp_path / "train" / "b" / "2.png", 2)
-    write_image(tmp_path / name / "b" / "3.png", 3)
-    assert greys(open_folder(tmp_path)) == [1, 2]
+    write_image(tmp_path / "val" / "b" / "3.png", 3)
     validation = open_folder(tmp_path, "validation")
-    assert greys(validation) == [3]
-    assert validation[0]["class_label"] == 1  # numbered as in training, though `a` is missing here
+    assert greys(validation) == [3] and validation[0]["class_label"] == 1  # `a` is missing here
 
 
 def test_grey_is_made_where_the_model_asks_for_one_channel(tmp_path: Path) -> None:
@@ -163,15 +144,10 @@ def test_imagenet_is_a_tree_with_train_and_val(tmp_path: Path) -> None:
     train, validation = (open_folder(tmp_path, split, name="imagenet") for split in ("train", "validation"))
     assert train.class_names == ["n01", "n02"]
     assert (greys(train), greys(validation)) == ([50, 60], [70])
+    config = Dataset(dataset_name="imagenet", root_dir=str(tmp_path))
+    assert tuple(build_dataset(config, split="train")[0]["sample"].shape) == (3, 256, 256)
     write_image(tmp_path / "val" / "flat.JPEG")
     refuse(r"flat\.JPEG .*in .*folder .*training class", tmp_path, split="validation", dataset_name="imagenet")
-
-
-def test_imagenet_defaults_to_256_pixels(tmp_path: Path) -> None:
-    write_image(tmp_path / "train" / "n01" / "1.JPEG")
-    write_image(tmp_path / "val" / "n01" / "1.JPEG")
-    dataset = build_dataset(Dataset(dataset_name="imagenet", root_dir=str(tmp_path)), split="train")
-    assert tuple(dataset[0]["sample"].shape) == (3, 256, 256)
 
 
 @pytest.mark.parametrize("name", ["folder", "imagenet"])

@@ -7,7 +7,6 @@ import io
 import struct
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,27 +22,19 @@ from torchditan.datasets.images import HOW_TO_READ, IMAGE_SUFFIXES, UnreadableEr
 RAMP = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3) * 3
 
 
-def read(path: Path | bytes, *shape: int) -> np.ndarray:
-    """Load and undo the scaling: uint8 (H, W, C)."""
-    sample = load_sample(path, sample_shape=shape, where=str(path)[:40])
+def read(data: bytes | np.ndarray, *shape: int) -> np.ndarray:
+    """Load a file, or pixels, and undo the scaling: uint8 (H, W, C)."""
+    data = data if isinstance(data, bytes) else encoded("PNG", Image.fromarray(data))
+    sample = load_sample(data, sample_shape=shape, where="a")
     assert sample.dtype == np.float32
     assert sample.shape == shape
     return ((sample + 1) * 127.5).round().astype(np.uint8).transpose(1, 2, 0)
 
 
-def save(image: Image.Image, path: Path, **options: object) -> Path:
-    image.save(path, **options)
-    return path
-
-
-def test_pixels_are_scaled_to_minus_one_and_one(tmp_path: Path) -> None:
-    pixels = np.array([[[0, 255, 51]]], dtype=np.uint8)
-    sample = load_sample(save(Image.fromarray(pixels), tmp_path / "a.png"), sample_shape=(3, 1, 1), where="a")
+def test_pixels_are_scaled_to_minus_one_and_one() -> None:
+    data = encoded("PNG", Image.fromarray(np.array([[[0, 255, 51]]], dtype=np.uint8)))
+    sample = load_sample(data, sample_shape=(3, 1, 1), where="a")
     np.testing.assert_allclose(sample[:, 0, 0], [-1.0, 1.0, -0.6], atol=1e-6)
-
-
-def test_a_fitting_image_is_unchanged(tmp_path: Path) -> None:
-    assert (read(save(Image.fromarray(RAMP), tmp_path / "a.png"), 3, 4, 6) == RAMP).all()
 
 
 TURNED = {
@@ -151,7 +142,7 @@ def test_the_orientation_of_xmp_counts_where_exif_has_none() -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_no_other_tag_and_no_other_value_matters(kind: str) -> None:
-    for tag in (0x100, 0x11A, 0x2BC, 0x8769):
+    for tag in (0x100, 0x2BC) if kind == "TIFF" else (0x11A, 0x8769):
         for number_type in range(14):
             for count, value in ((0, 0), (1, 200), (2, 6), (2**31, 8), (2**32 - 1, 2**32 - 1)):
                 first, second = sorted([(0x112, 3, 1, 6), (tag, number_type, count, value)])
@@ -164,11 +155,8 @@ def test_no_other_tag_and_no_other_value_matters(kind: str) -> None:
 
 def test_damage_in_other_metadata_does_not_matter() -> None:
     data = with_exif("JPEG", exif_of((0x112, 3, 1, 6)))
-    for marker, content in (
-        (0xE2, b"MPF\0II*\0" + bytes(30)),
-        (0xED, b"Photoshop 3.0\x008BIM"),
-        (0xE2, b"ICC_PROFILE\0"),
-    ):
+    contents = {b"MPF\0II*\0" + bytes(30): 0xE2, b"Photoshop 3.0\x008BIM": 0xED, b"ICC_PROFILE\0": 0xE2}
+    for content, marker in contents.items():
         segment = bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2, "big") + content
         is_shown(data[:2] + segment + data[2:], TURNED[6], tolerance=9)
     data = encoded("PNG", Image.fromarray(RAMP))
@@ -178,8 +166,8 @@ def test_damage_in_other_metadata_does_not_matter() -> None:
 
 def test_texts_in_a_png_may_have_any_size() -> None:
     info = PngInfo()
-    for number in range(3):
-        info.add_text(f"workflow {number}", "x" * 40_000_000, zip=True)  # Pillow takes 1 MiB, and 64 MiB together
+    for number in range(2):
+        info.add_text(f"workflow {number}", "x" * 34_000_000, zip=True)  # Pillow takes 1 MiB, and 64 MiB together
     info.add_text("prompt", "x" * 3_000_000)
     profile = zlib.compress(bytes(3_000_000))
     data = encoded("PNG", Image.fromarray(RAMP), pnginfo=info)
@@ -212,18 +200,7 @@ LEVELS = (GREY * 255).round()[0]
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize(
     ("top", "kind"),
-    [
-        *[
-            (1, "f4"),
-            (255, "f4"),
-            (65535, "f4"),
-            (65535, "u2"),
-            (32767, "i2"),
-            (255, "i4"),
-            (2**31 - 1, "i4"),
-            (127, "i1"),
-        ],
-    ],
+    [(1, "f4"), (255, "f4"), (65535, "f4"), (65535, "u2"), (32767, "i2"), (255, "i4"), (2**31 - 1, "i4"), (127, "i1")],
 )
 def test_grey_numbers_have_the_smallest_usual_range_that_holds_them(top: int, kind: str, order: str) -> None:
     found = read(tiff((GREY * top).astype(kind), order=order), 1, 4, 11)[0, :, 0]
@@ -341,60 +318,37 @@ def test_whatever_is_raised_for_one_picture_makes_it_unreadable(kind: type[Excep
         picture.decode(channels=3)
 
 
-def test_grey_becomes_three_equal_channels_and_colour_becomes_luma(tmp_path: Path) -> None:
-    grey = save(Image.fromarray(np.array([[0, 90]], dtype=np.uint8)), tmp_path / "a.png")
-    assert read(grey, 3, 1, 2)[0].tolist() == [[0, 0, 0], [90, 90, 90]]
-    red = save(Image.new("RGB", (1, 1), (255, 0, 0)), tmp_path / "b.png")
-    assert read(red, 1, 1, 1)[0].tolist() == [[76]]  # 0.299 x 255
-
-
-def test_the_center_is_cropped_of_wide_and_tall_images(tmp_path: Path) -> None:
-    wide = save(Image.fromarray(RAMP), tmp_path / "a.png")
-    assert (read(wide, 3, 4, 4) == RAMP[:, 1:5]).all()
-    tall = save(Image.fromarray(np.ascontiguousarray(RAMP.transpose(1, 0, 2))), tmp_path / "b.png")
-    assert (read(tall, 3, 4, 4) == RAMP.transpose(1, 0, 2)[1:5]).all()
-
-
-def test_the_short_side_is_fitted_to_a_crop_that_is_not_square(tmp_path: Path) -> None:
+def test_channels_sizes_and_crops() -> None:
+    assert (read(RAMP, 3, 4, 6) == RAMP).all(), "a fitting image is unchanged"
+    assert read(np.array([[0, 90]], dtype=np.uint8), 3, 1, 2)[0].tolist() == [[0] * 3, [90] * 3]
+    assert read(np.array([[[255, 0, 0]]], dtype=np.uint8), 1, 1, 1)[0].tolist() == [[76]]  # 0.299 x 255
+    assert (read(RAMP, 3, 4, 4) == RAMP[:, 1:5]).all()
+    assert (read(np.ascontiguousarray(RAMP.transpose(1, 0, 2)), 3, 4, 4) == RAMP.transpose(1, 0, 2)[1:5]).all()
     halves = np.zeros((40, 100, 3), dtype=np.uint8)
     halves[:, 50:] = 200
-    found = read(save(Image.fromarray(halves), tmp_path / "a.png"), 3, 10, 20)
-    assert found[:, :8].max() == 0
-    assert found[:, 12:].min() == 200
+    found = read(halves, 3, 10, 20)  # the short side is fitted
+    assert found[:, :8].max() == 0 and found[:, 12:].min() == 200
+    board = (np.indices((256, 256)).sum(axis=0) % 2 * 255).astype(np.uint8)
+    found = read(board, 1, 16, 16)  # reduction averages and does not alias
+    assert found.min() >= 126 and found.max() <= 129
+    assert (read(np.full((5, 3, 3), [9, 8, 7], dtype=np.uint8), 3, 16, 16) == [9, 8, 7]).all()
 
 
-def test_reduction_averages_and_does_not_alias(tmp_path: Path) -> None:
-    board = np.indices((256, 256)).sum(axis=0) % 2 * 255
-    path = save(Image.fromarray(board.astype(np.uint8)), tmp_path / "a.png")
-    found = read(path, 1, 16, 16).astype(int)
-    assert found.min() >= 126
-    assert found.max() <= 129
-
-
-def test_small_images_are_enlarged(tmp_path: Path) -> None:
-    path = save(Image.new("RGB", (3, 5), (9, 8, 7)), tmp_path / "a.png")
-    assert (read(path, 3, 16, 16) == [9, 8, 7]).all()
-
-
-def test_a_large_turned_jpeg_fills_a_wide_crop(tmp_path: Path) -> None:
+def test_a_large_turned_jpeg_fills_a_wide_crop() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     pixels = np.zeros((800, 400, 3), dtype=np.uint8)
     pixels[400:] = 250  # turned clockwise, the bright half is on the left
-    path = save(Image.fromarray(pixels), tmp_path / "a.jpg", exif=exif, quality=95)
-    found = read(path, 3, 16, 32)
+    found = read(encoded("JPEG", Image.fromarray(pixels), exif=exif, quality=95), 3, 16, 32)
     assert found[:, :14].min() > 240
     assert found[:, 18:].max() < 10
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "truncated"])
-def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
-    path = save(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)), tmp_path / "bad.png")
-    content = {"empty": b"", "text": b"not an image", "truncated": path.read_bytes()[:2000]}[damage]
-    path.write_bytes(content)
-    with pytest.raises(CorruptImageError, match=r"bad\.png") as error:
-        load_sample(path, sample_shape=(3, 8, 8), where=str(path))
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("end", [0, 7, 2000])
+def test_a_damaged_image_is_named(end: int) -> None:
+    whole = encoded("PNG", Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)))
+    with pytest.raises(CorruptImageError, match=r"\Abad\.png.+\Z"):
+        load_sample(whole[:end], sample_shape=(3, 8, 8), where="bad.png")
 
 
 def photo(width: int, height: int) -> Image.Image:
@@ -404,13 +358,14 @@ def photo(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8))
 
 
-def cropped(path: Path, crop: Any, number: int = 0, size: tuple[int, int] = (16, 16)) -> np.ndarray:
-    sample = load_sample(path, sample_shape=(3, *size), where="a", crop=crop, number=number)
+def cropped(image: Image.Image | bytes, crop: Any, number: int = 0) -> np.ndarray:
+    data = image if isinstance(image, bytes) else encoded("PNG", image)
+    sample = load_sample(data, sample_shape=(3, 16, 16), where="a", crop=crop, number=number)
     return ((sample + 1) * 127.5).round().astype(np.uint8).transpose(1, 2, 0)
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 70), (33, 90), (9, 12), (129, 64)])
-def test_adm_crop_is_the_published_one_step_by_step(tmp_path: Path, width: int, height: int) -> None:
+def test_adm_crop_is_the_published_one_step_by_step(width: int, height: int) -> None:
     """By hand, for 16 px: halve with boxes while the short side is 32 or more, then bicubic, then the center."""
     image = photo(width, height)
     while min(image.size) >= 32:
@@ -419,26 +374,23 @@ def test_adm_crop_is_the_published_one_step_by_step(tmp_path: Path, width: int, 
     image = image.resize((round(image.size[0] * factor), round(image.size[1] * factor)), Image.Resampling.BICUBIC)
     pixels = np.asarray(image)
     top, left = (pixels.shape[0] - 16) // 2, (pixels.shape[1] - 16) // 2
-    expected = pixels[top : top + 16, left : left + 16]
-    path = save(photo(width, height), tmp_path / "a.png")
-    assert (cropped(path, "adm") == expected).all()
+    assert (cropped(photo(width, height), "adm") == pixels[top : top + 16, left : left + 16]).all()
 
 
-def test_adm_crop_decodes_a_jpeg_in_full(tmp_path: Path) -> None:
-    path = save(photo(200, 160), tmp_path / "a.jpg", quality=60)
-    with Image.open(path) as image:
-        same = save(image.convert("RGB"), tmp_path / "b.png")
-    assert (cropped(path, "adm") == cropped(same, "adm")).all()
-    assert (cropped(path, "center") != cropped(same, "center")).any(), "the quick way differs"
+def test_adm_crop_decodes_a_jpeg_in_full() -> None:
+    data = encoded("JPEG", photo(200, 160), quality=60)
+    with Image.open(io.BytesIO(data)) as image:
+        same = image.convert("RGB")
+    assert (cropped(data, "adm") == cropped(same, "adm")).all()
+    assert (cropped(data, "center") != cropped(same, "center")).any(), "the quick way differs"
 
 
-def test_random_crop_is_a_place_keyed_to_the_number(tmp_path: Path) -> None:
+def test_random_crop_is_a_place_keyed_to_the_number() -> None:
     image = Image.fromarray(np.tile(np.arange(48, dtype=np.uint8)[None, :, None], (16, 1, 3)))
-    path = save(image, tmp_path / "a.png")
-    lefts = [int(cropped(path, "random", number)[0, 0, 0]) for number in range(200)]
+    lefts = [int(cropped(image, "random", number)[0, 0, 0]) for number in range(200)]
     assert set(lefts) == set(range(33)), "every place, the borders included"
-    assert lefts == [int(cropped(path, "random", number)[0, 0, 0]) for number in range(200)]
+    assert lefts[:50] == [int(cropped(image, "random", number)[0, 0, 0]) for number in range(50)]
     assert 14 < np.mean(lefts) < 18
-    upright = save(image.transpose(Image.Transpose.TRANSPOSE), tmp_path / "b.png")
+    upright = image.transpose(Image.Transpose.TRANSPOSE)
     tops = [int(cropped(upright, "random", number)[0, 0, 0]) for number in range(50)]
     assert min(tops) < 5 and max(tops) > 27

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from safetensors.torch import save_file
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import BatchedDataset, ImageDataset
 from torchditan.data_stream.latent_shards import to_sample
-from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.order import BatchPlan
 from torchditan.datasets import build_dataset
 from torchditan.errors import ConfigError
 from torchditan.extras.autoencoders.haar import HaarAutoencoder
@@ -52,7 +51,7 @@ class Photos(ImageDataset):
         raise AssertionError("no image is read")
 
 
-def write_split(folder: Path, split: str, *, flipped: bool, posterior: bool = False, **changes: Any) -> None:
+def write_split(folder: Path, split: str, *, flipped: bool, **changes: Any) -> None:
     class_names = ["cat", "dog", "eel"]
     encoding = describe_encoding(
         Photos(NUM[split], class_names),
@@ -64,25 +63,23 @@ def write_split(folder: Path, split: str, *, flipped: bool, posterior: bool = Fa
         posterior=False,
         shard_size=4,
     )
-    writer = LatentWriter(folder, dataclasses.replace(encoding, posterior=posterior, **changes))
+    writer = LatentWriter(folder, dataclasses.replace(encoding, **changes))
     writer.open()
     for number in range(writer.num_shards):
         rows = torch.arange(4 * number, min(4 * number + 4, NUM[split]))
         tensors = {"latents": latents_of(split)[rows], "labels": rows % 3, "index": rows}
         if flipped:
             tensors["latents_flipped"] = latents_of(split, flipped=True)[rows]
-        if posterior:
-            tensors["logvar"] = -tensors["latents"]
-            tensors["logvar_flipped"] = -tensors["latents_flipped"]
         writer.write(number, Shard(tensors, ()))
     writer.finalise()
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    write_split(tmp_path / "train", "train", flipped=True)
-    write_split(tmp_path / "validation", "validation", flipped=False)
-    return tmp_path
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latents")
+    write_split(folder / "train", "train", flipped=True)
+    write_split(folder / "validation", "validation", flipped=False)
+    return folder
 
 
 def open_latents(root: Path | None, split: Any = "train", *, name: str = "latents", **options: Any) -> Any:
@@ -137,98 +134,32 @@ def test_a_batch_is_the_stored_rows_with_the_mirrored_pair_where_asked(root: Pat
     torch.testing.assert_close(sample, normalised(expected))
 
 
-def test_the_variance_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    write_split(tmp_path, "train", flipped=True, posterior=True)
-    dataset = open_latents(tmp_path)
-    indices, flips = np.array([1, 8]), np.array([False, True])
-    assert "logvar" not in dataset.read_batch(indices, flips)
-    dataset.with_logvar = True
-    batch = dataset.read_batch(indices, flips)
-    assert torch.equal(batch["logvar"], -batch["latent"])
-
-
 def test_a_folder_may_be_one_split_alone(root: Path) -> None:
     assert len(open_latents(root / "train")) == 9
     refuse("has no validation latents; encode them with --split validation", root / "train", "validation")
 
 
-def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path) -> None:
-    def read(rank: int, world_size: int, num_workers: int) -> list[dict[str, torch.Tensor]]:
-        plan = BatchPlan(batch_size=4 // world_size, global_batch_size=4, rank=rank, world_size=world_size)
-        stream = TrainingStream(
-            open_latents(root),
-            plan=plan,
-            seed=0,
-            num_classes=3,
-            horizontal_flip=None,
-            corrupt_images="error",
-            num_workers=num_workers,
-            pin_memory=False,
-        )
-        batches = stream.batches(0)
-        return [next(batches)[0] for _ in range(6)]
-
-    whole = read(0, 1, 0)
-    assert {flag for batch in whole for flag in is_mirrored(batch)} == {True, False}
-    for parts in (zip(read(0, 1, 2)), zip(read(0, 2, 0), read(1, 2, 2), strict=True)):
-        for batch, ranks in zip(whole, parts, strict=True):
-            for key in batch.keys() - {"skipped"}:
-                assert torch.equal(batch[key], torch.cat([part[key] for part in ranks])), key
-
-
-def is_mirrored(batch: dict[str, torch.Tensor]) -> list[bool]:
-    mirrored = latents_of("train", flipped=True)
-    return [any(torch.equal(latent, other) for other in mirrored) for latent in batch["latent"]]
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        (r"dataset.image_size = \[32, 32\]: latents is 2 x 3; leave it out", {"image_size": [32, 32]}),
-        ('dataset.hub_name = "x": latents does not read it', {"hub_name": "x"}),
-        ("dataset.num_classes = 2: latents has 3 classes", {"num_classes": 2}),
-    ],
-)
-def test_what_latents_cannot_be_is_refused(root: Path, message: str, options: dict[str, Any]) -> None:
-    refuse(message, root, **options)
-
-
-def test_mirroring_latents_without_pairs_is_refused(root: Path) -> None:
-    (root / "other").mkdir()
-    write_split(root / "other" / "train", "train", flipped=False)
-    assert not open_latents(root / "other").horizontal_flip
-    refuse(
-        "dataset.horizontal_flip = true: .*latents .*mirrored images; encode them without --no_flip",
-        root / "other",
-        horizontal_flip=True,
-    )
-
-
-@pytest.mark.parametrize("changes", [{"fingerprint": "haar-2-9"}, {"class_names": ("cat", "eel")}])
-def test_held_out_latents_of_another_autoencoder_or_other_classes_are_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    write_split(tmp_path / "train", "train", flipped=True)
-    write_split(tmp_path / "validation", "validation", flipped=False, **changes)
-    refuse(f"its {next(iter(changes))} differs from that of the training latents", tmp_path, "validation")
-
-
-def test_an_unfinished_or_empty_folder_is_refused(root: Path) -> None:
+def test_what_latents_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
+    refuse(r"dataset.image_size = \[32, 32\]: latents is 2 x 3; leave it out", root, image_size=[32, 32])
+    refuse('dataset.hub_name = "x": latents does not read it', root, hub_name="x")
+    refuse("dataset.num_classes = 2: latents has 3 classes", root, num_classes=2)
     refuse("dataset.root_dir = none: latents .*folder .*torchditan encode wrote", None)
     refuse("does not exist; latents needs a folder", root / "gone")
-    (root / "empty").mkdir()
-    refuse("holds no latents", root / "empty")
-    (root / "train" / "index.json").unlink()
-    (root / "train" / "encoding.json").write_text("{}")
-    refuse('train": .*encoding .*finished; rerun', root)
-
-
-def test_labels_beyond_the_classes_are_refused(root: Path) -> None:
-    path = root / "train" / "index.json"
-    values = json.loads(path.read_bytes())
-    values["class_names"] = ["cat", "dog"]
-    path.write_text(json.dumps(values))
-    refuse("labels .*latents range .*0 to 2; .*0 to 1, .*2 classes", root)
+    refuse("holds no latents", tmp_path)
+    write_split(tmp_path / "pairs/train", "train", flipped=False)
+    assert not open_latents(tmp_path / "pairs").horizontal_flip
+    message = "dataset.horizontal_flip = true: .*latents .*mirrored images; encode them without --no_flip"
+    refuse(message, tmp_path / "pairs", horizontal_flip=True)
+    for name, value in (("fingerprint", "haar-2-9"), ("class_names", ("cat", "eel"))):
+        folder = shutil.copytree(root, tmp_path / name)
+        shutil.rmtree(folder / "validation")
+        write_split(folder / "validation", "validation", flipped=False, **{name: value})
+        refuse(f"its {name} differs from that of the training latents", folder, "validation")
+    path = shutil.copytree(root, tmp_path / "labels") / "train" / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"class_names": ["cat", "dog"]}))
+    refuse("labels .*latents range .*0 to 2; .*0 to 1, .*2 classes", tmp_path / "labels")
+    path.rename(path.with_name("encoding.json"))
+    refuse('train": .*encoding .*finished; rerun', tmp_path / "labels")
 
 
 def write_public(path: Path, labels: list[int]) -> torch.Tensor:

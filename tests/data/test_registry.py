@@ -13,14 +13,9 @@ import torch
 
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import (
-    REQUIRED,
     Batch,
-    BatchedDataset,
     CorruptImageError,
-    DatasetDescription,
-    GroupedDataset,
     ImageDataset,
-    VariedDataset,
     read_image,
 )
 from torchditan.data_stream.loader import TrainingStream
@@ -41,25 +36,25 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
     )
 
 
-def test_only_hub_datasets_stream() -> None:
-    refuse("dataset.streaming = true: digits is not a SequentialDataset; must be false", streaming=True)
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [
+        (r"dataset.image_size = \[48\]: must be 32 or 64", {"dataset_name": "scenes", "image_size": [48]}),
+        (r"dataset.image_size = \[48\]: must be 32 or 64", {"dataset_name": "earth", "image_size": [48]}),
+        ("dataset.num_classes = 3: scenes has no labels", {"dataset_name": "scenes", "num_classes": 3}),
+        ("dataset.streaming = true: digits is not a SequentialDataset; must be false", {"streaming": True}),
         (r"dataset.image_size = \[32\]: digits is 8 x 8", {"image_size": [32]}),
         ("dataset.num_classes = 9: digits has 10", {"num_classes": 9}),
         ('dataset.root_dir = "x": digits does not read it', {"root_dir": "x"}),
         ('dataset.hub_name = "x": digits does not read it', {"hub_name": "x"}),
-        ('dataset.crop = "adm": digits is never cropped; leave it out', {"crop": "adm"}),
+        ('dataset.crop = "adm": digits does not read it; leave it out', {"crop": "adm"}),
     ],
 )
-def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
+def test_what_a_dataset_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
     refuse(message, **options)
 
 
-def batch_of(dataset: Any, *, num_workers: int = 0) -> Batch:
+def batch_of(dataset: Any) -> Batch:
     """The first batch of the training stream, as the trainer reads it."""
     stream = TrainingStream(
         dataset,
@@ -68,7 +63,7 @@ def batch_of(dataset: Any, *, num_workers: int = 0) -> Batch:
         num_classes=len(dataset.class_names),
         horizontal_flip=None,
         corrupt_images="error",
-        num_workers=num_workers,
+        num_workers=0,
         pin_memory=False,
     )
     return next(iter(stream.batches(0)))[0]
@@ -84,37 +79,13 @@ def test_no_classes_means_no_labels() -> None:
     assert torch.equal(bare[3]["sample"], labelled[3]["sample"])
 
 
-def test_without_labels_a_dataset_keeps_all_else_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Able(Mine):
-        fingerprint = "able-1"
-
-        def groups(self) -> list[np.ndarray]:
-            return [np.arange(self.num)]
-
-        def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
-            return {"sample": torch.ones(len(indices), 3, 4, 4), "class_label": torch.ones(len(indices))}
-
-        def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
-            return item
-
-    able = Able(num=4, class_names=["a", "b"], labels=[0, 1, 0, 1])
-    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: able)
-    bare: Any = build_dataset(Dataset(dataset_name="mine", num_classes=0), split="train")
-    assert bare.class_names == [] and bare.fingerprint == "able-1"
-    for ability in (BatchedDataset, GroupedDataset, VariedDataset):
-        assert isinstance(bare, ability)
-    for num_workers in (0, 1):
-        batch = batch_of(bare, num_workers=num_workers)
-        assert "class_label" not in batch and batch["sample"].min() == 1  # by read_batch
-
-
 def test_more_classes_than_the_dataset_has_are_named() -> None:
     names = build_dataset(Dataset(num_classes=13), split="train").class_names
     assert names[9:] == ["9", "class 10", "class 11", "class 12"]
 
 
-class Mine:
-    """What a user wrote before there was a class to inherit from."""
+class Mine(ImageDataset):
+    """What a user wrote."""
 
     name = "mine"
     sample_shape = (3, 4, 4)
@@ -148,35 +119,14 @@ def test_one_line_adds_a_dataset_and_it_is_checked_like_ours(monkeypatch: pytest
     refuse("labels .*mine range .*-1", dataset_name="mine")
 
 
-def test_a_dataset_that_inherits_from_nothing_gets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = Mine(num=2, class_names=["a", "b"], labels=[0, 1])
-    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: mine)
-    opened: Any = build_dataset(Dataset(dataset_name="mine"), split="train")
-    assert opened is mine and opened.class_labels.tolist() == [0, 1]
-    inherited = ImageDataset()
-    for attribute in set(DatasetDescription.__annotations__) - {*REQUIRED, "class_labels"}:
-        assert getattr(opened, attribute) is getattr(inherited, attribute)
+def test_a_dataset_that_lacks_something_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flowers(ImageDataset):
+        name, class_names, horizontal_flip = "flowers", (), False
+        __len__ = __getitem__ = None
 
-
-@pytest.mark.parametrize(("base", "missing"), [(ImageDataset, "sample_shape"), (object, "__getitem__")])
-def test_a_dataset_that_lacks_something_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, base: type, missing: str
-) -> None:
-    body = {
-        "name": "flowers",
-        "sample_shape": (3, 4, 4),
-        "class_names": [],
-        "horizontal_flip": False,
-        "__len__": lambda self: 2,
-        "__getitem__": lambda self, index: {},
-    }
-    del body[missing]
-    flowers = type("Flowers", (base,), body)()
-    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: flowers)
-    refuse(
-        rf'dataset.dataset_name = "mine": its class Flowers has no {missing}[ (].*; see docs/extending.md$',
-        dataset_name="mine",
-    )
+    for flowers, lacks in ((Flowers(), "has no sample_shape"), (object(), "must inherit from ImageDataset")):
+        monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels, it=flowers: it)
+        refuse(rf'dataset.dataset_name = "mine": its class \w+ {lacks}.*; see docs/extending.md$', dataset_name="mine")
 
 
 RAMP = torch.linspace(-1, 1, 48).view(3, 4, 4)
@@ -243,8 +193,5 @@ def test_samples_that_may_be_in_0_to_1_get_a_line(
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     refuse(re.escape("pip install 'torchditan[hub]'"), dataset_name="imagenet_hub")
-
-
-def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse(re.escape("pip install 'torchditan[earth]'"), dataset_name="earth")

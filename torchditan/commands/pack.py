@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config
@@ -52,14 +52,14 @@ def main() -> None:
 def pack_all(arguments: argparse.Namespace, config: Config) -> None:
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
-    from torchditan.datasets.packing import pack
+    from torchditan.datasets.splits import SPLITS
     from torchditan.errors import ConfigError, option_error, printable, some
+    from torchditan.extras.sharing.packing import pack
     from torchditan.job.check_files import MOST_NAMED, refuse_unreadable
     from torchditan.run.progress import report_progress
 
     name, skips_corrupt = config.dataset.dataset_name, config.dataset.corrupt_images == "skip"
-    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
-    for split in splits:
+    for split in SPLITS:
         try:
             dataset = build_dataset(config.dataset, split=split, cache_folder=cache_folder(config))
         except ConfigError as error:

@@ -58,7 +58,7 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
 
     from torchditan.checkpoint.safetensors_files import DTYPES
-    from torchditan.datasets.latents import has_latents
+    from torchditan.datasets.latents import splits_of
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.errors import option_error
     from torchditan.extras.sharing.model_card import Statements
@@ -67,7 +67,7 @@ def main() -> None:
     from torchditan.run.progress import report_progress
 
     source, folder = arguments.source, arguments.folder
-    is_latents = has_latents(source)
+    is_latents = bool(splits_of(source))
     for name in ("step", "weights", "dtype", "without_samples"):
         if is_latents and getattr(arguments, name):
             raise option_error(f"--{name}", getattr(arguments, name), "has no effect on latents; leave it out")

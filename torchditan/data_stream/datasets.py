@@ -8,6 +8,7 @@ default there. Optional abilities are methods, each with a protocol here: `Batch
 
 from __future__ import annotations
 
+import abc
 import operator
 import os
 import sys
@@ -37,7 +38,7 @@ class CorruptImageError(ConfigError):
         self.named = str(self) if named is None else printable(named)
 
 
-class DatasetDescription:
+class DatasetDescription(abc.ABC):
     """Attributes of a dataset. The first four have no default."""
 
     name: str
@@ -72,9 +73,10 @@ class DatasetDescription:
 class ImageDataset(DatasetDescription):
     """Map-style samples: the base class of a dataset in `data/`."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
+    @abc.abstractmethod
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the sample with this index. The same index always gives the same sample.
 
@@ -85,24 +87,17 @@ class ImageDataset(DatasetDescription):
         Raises:
             CorruptImageError: the sample cannot be read.
         """
-        raise NotImplementedError
 
 
 class SequentialDataset(DatasetDescription):
     """Samples that can only be read in order."""
 
+    @abc.abstractmethod
     def iterate(self, *, rank: int, world_size: int) -> IterableDataset:
         """This rank's share, with items as in ImageDataset. The iterable has `state_dict` and `load_state_dict`."""
-        raise NotImplementedError
 
 
-REQUIRED = {
-    "name": "a string",
-    "sample_shape": "(C, H, W)",
-    "class_names": "a list of names, [] without labels",
-    "horizontal_flip": "whether samples may be mirrored",
-}
-"""Attributes without a default, and their meaning for error messages."""
+_REQUIRED = ("name", "sample_shape", "class_names", "horizontal_flip")
 _TOLERANCE = 0.01
 """For pixels, which resizing and noise may move beyond [-1, 1]."""
 _MANY = 16
@@ -110,33 +105,24 @@ _MANY = 16
 
 
 def check_contract(dataset: Any, *, name: str) -> None:
-    """Check that a dataset has the attributes and methods of `ImageDataset` or `SequentialDataset`, and its first item.
+    """Check that a dataset is an `ImageDataset` or a `SequentialDataset` with all its attributes, and its first item.
 
-    A dataset that does not inherit from them receives the defaults of missing optional attributes. The first item of a
-    sequential dataset is checked when its stream reads it.
+    The first item of a sequential dataset is checked when its stream reads it.
 
     Args:
-        dataset: changed in place.
         name: value of `dataset.dataset_name`.
 
     Raises:
-        ConfigError: an attribute or a method is missing, and the message names all of them; or the item is wrong.
+        ConfigError: it is not, or an attribute is missing, or the item is wrong.
     """
-    kind = type(dataset)
-    missing = [f"{attribute} ({what})" for attribute, what in REQUIRED.items() if not hasattr(dataset, attribute)]
-    methods = ("iterate",) if isinstance(dataset, SequentialDataset) else ("__len__", "__getitem__")
-    for method in methods:
-        unwritten = (None, getattr(ImageDataset, method, None), getattr(SequentialDataset, method, None))
-        if getattr(kind, method, None) in unwritten:
-            missing.append(f"{method}()")
-    if missing:
-        right = f"its class {kind.__name__} has no {', no '.join(missing)}; see docs/extending.md"
-        raise option_error("dataset.dataset_name", name, right)
+    kind = type(dataset).__name__
     if not isinstance(dataset, DatasetDescription):
-        for attribute in DatasetDescription.__annotations__:
-            if not hasattr(dataset, attribute):
-                setattr(dataset, attribute, getattr(DatasetDescription, attribute))
-    if isinstance(dataset, (SequentialDataset, StandInDataset)) or len(dataset) == 0:
+        right = f"its class {kind} must inherit from ImageDataset or SequentialDataset; see docs/extending.md"
+        raise option_error("dataset.dataset_name", name, right)
+    if missing := [attribute for attribute in _REQUIRED if not hasattr(dataset, attribute)]:
+        right = f"its class {kind} has no {', no '.join(missing)}; see docs/extending.md"
+        raise option_error("dataset.dataset_name", name, right)
+    if not isinstance(dataset, ImageDataset) or isinstance(dataset, StandInDataset) or len(dataset) == 0:
         return
     with suppress(CorruptImageError):  # `dataset.corrupt_images` decides when it is trained on
         item = dataset[0]
@@ -262,7 +248,7 @@ class FileDataset(ListedDataset, Protocol):
 
     root: Path
 
-    def path_of(self, index: int) -> Path: ...
+    def name_of(self, index: int) -> str: ...
 
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         """Yield the number of files checked so far and the unreadable ones: index -> reason. At least twice a minute,

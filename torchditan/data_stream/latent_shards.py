@@ -18,12 +18,10 @@ Notable:
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import mmap
 import resource
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +33,6 @@ from torch import Tensor
 from torchditan.checkpoint.safetensors_files import other_kind
 from torchditan.data_stream import npy_files
 from torchditan.data_stream.latent_index import (
-    INDEX_FILE,
     REPAIR,
     LatentIndex,
     ShardRecord,
@@ -45,10 +42,8 @@ from torchditan.data_stream.latent_index import (
     standardizing,
 )
 from torchditan.errors import ConfigError, option_error
-from torchditan.run.atomic_files import sha256_of
 
 LABELS_FILE = "labels.npy"
-LOCK_FILE = ".lock"
 PUBLIC_SCALE = 16 / 255
 """Scale of the int8 latents in the public file, the same for all channels."""
 
@@ -127,7 +122,7 @@ class MappedFile:
 
 
 class MappedTar(MappedFile):
-    """A tar of samples as `to_tar` writes it, read as if it were one safetensors file. Its members have equal sizes."""
+    """A tar of samples of equal sizes, as extras/latents/writer.py writes it, read as one safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -173,25 +168,6 @@ class MappedTar(MappedFile):
             return self.rows(name)[0].copy().view(_SAFETENSORS_DTYPES[self._inside[name].dtype])
         texts = self._strided(self._stride - 512, self._stride) if self._has_labels else ()
         return np.array([int(bytes(text).rstrip(b"\0")) for text in texts], dtype=np.int64)
-
-
-def to_tar(tensors: Mapping[str, Tensor]) -> bytes:
-    """A shard as a tar with a safetensors file for each sample, named by its `index`, and its label as `.cls`."""
-    from safetensors.torch import save
-
-    buffer = io.BytesIO()
-    names = [name for name in tensors if name not in ("index", "labels", "scale")]
-    whole = {"scale": tensors["scale"]} if "scale" in tensors else {}
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for row, number in enumerate(tensors["index"].tolist()):
-            files = {".safetensors": save({name: tensors[name][row].clone() for name in names} | whole)}
-            if "labels" in tensors:
-                files[".cls"] = str(int(tensors["labels"][row])).encode()
-            for suffix, data in files.items():
-                member = tarfile.TarInfo(f"{number:09d}{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return buffer.getvalue()
 
 
 def map_shard(path: Path) -> MappedFile:
@@ -240,7 +216,7 @@ class LatentShards:
         problem = next(iter(size_problems(path, index)), None)
         if problem is not None:
             raise option_error("dataset.root_dir", str(path), f"{problem}; {REPAIR}")
-        return cls(path, index, labels=_map_labels(path) if index.class_names else None)
+        return cls(path, index, labels=map_labels(path) if index.class_names else None)
 
     def __reduce__(self) -> Any:
         # A loader worker that is not forked reopens the files, because pickled maps would copy all latents.
@@ -334,37 +310,13 @@ def size_problems(folder: Path, index: LatentIndex) -> list[str]:
             problems.append(f"{shard.file} {found}")
     if index.class_names:
         try:
-            labels = _map_labels(folder)
+            labels = map_labels(folder)
             if labels.shape != (index.num_images,):
                 problems.append(f"{LABELS_FILE} has {labels.size} labels, not {index.num_images}")
         except FileNotFoundError:
             problems.append(f"{LABELS_FILE} is missing")
         except (OSError, ValueError):
             problems.append(f"{LABELS_FILE} is damaged")
-    return problems
-
-
-def verify(folder: Path) -> list[str]:
-    """Read every byte of a folder. Returns one line for each problem; empty if there are none."""
-    if folder.is_file():
-        LatentShards.open(folder)
-        return []
-    try:
-        index = read_index(folder)
-    except ConfigError as error:
-        return [str(error)]
-    problems = [f"{folder}/{line}; {REPAIR}" for line in size_problems(folder, index)]
-    whole = [shard for shard in index.shards if _size(folder / shard.file) == shard.bytes]
-    for shard in whole:
-        if sha256_of(folder / shard.file) != shard.sha256:
-            problems.append(
-                f"{folder / shard.file} is not what was encoded (its sha256 differs); delete it and {REPAIR}"
-            )
-    known = {INDEX_FILE, LABELS_FILE, LOCK_FILE, *(shard.file for shard in index.shards)}
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in known)
-    problems += [f"{folder / name} does not belong to these latents" for name in foreign]
-    if not problems:
-        problems += _label_problems(folder, index)
     return problems
 
 
@@ -456,7 +408,7 @@ def _check_tensors(file: MappedFile, index: LatentIndex, *, num_images: int) -> 
             raise ConfigError(f"{file.path} is not the shard that its index describes: {name} differs; {REPAIR}")
 
 
-def _map_labels(folder: Path) -> np.ndarray:
+def map_labels(folder: Path) -> np.ndarray:
     """Memory map of labels.npy.
 
     Raises:
@@ -468,19 +420,6 @@ def _map_labels(folder: Path) -> np.ndarray:
     if dtype.kind not in "iu":
         raise ValueError(dtype)
     return values.view(dtype).reshape(shape)
-
-
-def _label_problems(folder: Path, index: LatentIndex) -> list[str]:
-    """Labels in labels.npy that differ from the shards or have no class; the files themselves are complete."""
-    if not index.class_names:
-        return []
-    labels = _map_labels(folder)
-    in_shards = np.concatenate([map_shard(folder / shard.file).array("labels") for shard in index.shards])
-    if not np.array_equal(labels, in_shards):
-        return [f"{folder / LABELS_FILE} differs from the labels in the shards; delete it and {REPAIR}"]
-    if not 0 <= labels.min() <= labels.max() < len(index.class_names):
-        return [f"{folder / LABELS_FILE} has labels outside 0 to {len(index.class_names) - 1}, its classes"]
-    return []
 
 
 def _size(path: Path) -> int | None:

@@ -87,7 +87,7 @@ def check_files(job: Job, *, warn: Callable[[str], None]) -> set[int]:
         if not isinstance(dataset, FileDataset):
             continue
         damages = _find_damages(dataset, folder=folder, is_checker=job.rank.rank == 0)
-        images += [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
+        images += [f"{dataset.name_of(index)} ({damage})" for index, damage in damages.items()]
         if dataset is job.dataset:
             unreadable.update(damages)
     if images:
@@ -111,7 +111,7 @@ def refuse_unreadable(dataset: Any, *, cache_folder: Path) -> None:
     with report_progress(f"checking files in {dataset.root}"):
         *_, (_, damages) = dataset.check_files(cache_folder / "files")
     if damages:
-        images = [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
+        images = [f"{dataset.name_of(index)} ({damage})" for index, damage in damages.items()]
         raise CorruptImageError(f"{_describe_unreadable(images, folder=cache_folder / 'files')}; {_REPAIR_OR_SKIP}")
 
 

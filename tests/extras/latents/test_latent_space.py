@@ -11,75 +11,43 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tiny_runs
 import torch
+import zoo as zoo_of_runs
 from course_toml import COURSE_TOML
 from PIL import Image
-from random_dit import random_pipeline
 from safetensors.torch import save_file
 
 from torchditan import load
 from torchditan.config import options
+from torchditan.datasets import build_dataset
 from torchditan.errors import ConfigError
 from torchditan.extras.evaluation.during_training import TrainingEvaluation
-from torchditan.extras.latents import latent_space
 from torchditan.extras.latents.latent_space import build_sample_space
 from torchditan.run.reading import read_config, read_metrics
 from torchditan.sampling.grid_picture import save_grid
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone, RunDistributed, RunScript
+    from tests.conftest import RunDistributed, RunScript
 
 CPU = torch.device("cpu")
-TINY = [
-    "--model.flavor=debugmodel",
-    "--model.patch_size=1",
-    "--dataset.num_workers=0",
-    "--training.mixed_precision_param=float32",
-    "--training.global_batch_size=16",
-    "--training.steps=6",
-    "--optimizer.lr=1e-3",
-    "--metrics.log_freq=1",
-    "--sampling.num_steps=2",
-    "--sampling.images_per_class=2",
-    "--sampling.max_classes=3",
-]
-
-
-def job(run: Path, *flags: str) -> list[str]:
-    return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
+JOB = [*zoo_of_runs.KEPT, *zoo_of_runs.DRAWN, "--model.patch_size=1", "--dataset.horizontal_flip=false"]
+HAAR = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
 
 
 @pytest.fixture(scope="module")
-def latents(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits in haar latents, (4, 4, 4) each."""
-    folder = tmp_path_factory.mktemp("latents")
-    source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
-    source += ["--dataset.horizontal_flip=true"]
-    run_alone("torchditan", "encode", folder / "digits", *source, cwd=folder)
-    return folder / "digits"
-
-
-def open_latents(folder: Path, **settings: Any) -> Any:
-    from torchditan.datasets import build_dataset
-
-    section = options.Dataset(dataset_name="latents", root_dir=str(folder), **settings)
-    return build_dataset(section, split="train")
+def stored_run(zoo: zoo_of_runs.Zoo) -> Path:
+    """A run on latents of the digits, (4, 4, 4) each."""
+    return zoo("latents")
 
 
 @pytest.fixture(scope="module")
-def stored_run(latents: Path, run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("stored") / "run"
-    flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--validation.freq=3"]
-    flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
-    assert "on latents" in run_alone("train.py", *job(run, *flags), cwd=run.parent)
-    return run
+def latents(stored_run: Path) -> Path:
+    return stored_run.parent / "inputs" / "latents"
 
 
-def test_a_run_on_stored_latents_trains_and_draws_pictures(stored_run: Path) -> None:
-    records = read_metrics(stored_run)
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
-    assert "validation_loss" in records[-1] and "encoding_percent" not in records[-1]
-    assert is_picture(stored_run / "samples" / "step_00000006.png")
+def open_latents(folder: Path) -> Any:
+    return build_dataset(options.Dataset(dataset_name="latents", root_dir=str(folder)), split="train")
 
 
 def is_picture(path: Path) -> bool:
@@ -91,7 +59,13 @@ def is_picture(path: Path) -> bool:
     return 8 in np.diff(places)  # neighbouring pixels of an enlarged digit
 
 
-def test_a_run_on_latents_says_all_that_decoding_needs(stored_run: Path, latents: Path) -> None:
+def test_a_run_on_stored_latents_trains_draws_pictures_and_says_all_that_decoding_needs(
+    stored_run: Path, latents: Path
+) -> None:
+    records = read_metrics(stored_run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert "validation_loss" in records[-1] and "encoding_percent" not in records[-1]
+    assert is_picture(stored_run / "samples" / "step_00000006.png")
     section = read_config(stored_run)["config"]["autoencoder"]
     index = open_latents(latents).index
     assert (section["name"], section["downsampling"], section["fingerprint"]) == ("haar", 2, index.fingerprint)
@@ -105,99 +79,61 @@ def test_a_moved_run_draws_pictures_without_its_latents(
     content = json.loads((moved / "config.json").read_text())
     content["config"]["dataset"]["root_dir"] = str(tmp_path / "deleted")
     (moved / "config.json").write_text(json.dumps(content))
-    images = load(moved).sample(classes=[3, 5])
-    assert images.shape == (2, 1, 8, 8)
-    drawn = run_script("torchditan", "generate", "moved", "--out=grid.png")
+    assert load(moved).sample(classes=[3, 5]).shape == (2, 1, 8, 8)
+    drawn = run_script("torchditan", "generate", "moved", "--out=grid.png", "--sampling.images_per_class=2")
     assert drawn.code == 0 and "no real images" in drawn.err
     assert is_picture(tmp_path / "grid.png")
 
 
-def test_online_encoding_follows_the_curve_of_stored_latents(
+def test_online_encoding_follows_the_curve_of_stored_latents_and_resumes(
     stored_run: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
     stored = read_config(stored_run)["config"]["autoencoder"]
-    flags = ["--autoencoder.online", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    flags = [*JOB, *HAAR, "--autoencoder.online"]
     flags += [f"--autoencoder.{key}={','.join(map(str, stored[key]))}" for key in ("shift", "scale")]
-    flags += ["--dataset.dataset_name=digits", "--dataset.horizontal_flip=false"]
-    result = run_script("train.py", *job(tmp_path / "online", *flags))
+    run = tmp_path / "online"
+    result = run_script("train.py", *tiny_runs.job(run, *flags, "--training.steps=3"))
     assert result.code == 0, result.err
     assert "1x8x8, encoded to 4x4x4" in result.out
-    for online, offline in zip(read_metrics(tmp_path / "online"), read_metrics(stored_run), strict=True):
+    assert "resumed at step 3" in run_script("train.py", *tiny_runs.job(run, *flags)).out
+    for online, offline in zip(read_metrics(run), read_metrics(stored_run), strict=True):
         assert online["loss"] == pytest.approx(offline["loss"], rel=2e-3), "bf16 shards round by 2^-9"
         assert 0 < online["encoding_percent"] < 100
-        if online["step_time_s"]:
+        if online["images_per_second"] and offline["images_per_second"]:
             by_speed = online["tflops_per_device"] / online["images_per_second"]
             assert by_speed == pytest.approx(offline["tflops_per_device"] / offline["images_per_second"]), "model only"
-    assert is_picture(tmp_path / "online" / "samples" / "step_00000006.png")
-
-
-def test_an_online_run_resumes_and_its_model_generates_pictures(tmp_path: Path, run_script: RunScript) -> None:
-    flags = ["--dataset.dataset_name=digits", "--autoencoder.online", "--autoencoder.name=haar"]
-    flags += ["--autoencoder.downsampling=2", "--autoencoder.shift=0", "--autoencoder.scale=1"]
-    flags += ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
-    assert run_script("train.py", *job(tmp_path / "run", *flags, "--training.steps=4")).code == 0
-    result = run_script("train.py", *job(tmp_path / "run", *flags))
-    assert "resumed at step 4" in result.out, result.err
-    drawn = run_script("torchditan", "generate", "run", "--out=grid.png")
-    assert drawn.code == 0, drawn.err
-    assert "decoded in" in drawn.out
+    assert is_picture(run / "samples" / "step_00000006.png")
+    drawn = run_script("torchditan", "generate", "online", "--out=grid.png")
+    assert drawn.code == 0 and "decoded in" in drawn.out, drawn.err
     assert is_picture(tmp_path / "grid.png")
 
 
-def test_a_run_refuses_to_go_on_with_other_latents(stored_run: Path, run_script: RunScript) -> None:
-    source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
-    source += ["--dataset.horizontal_flip=true", "--dtype=int8"]
-    assert run_script("torchditan", "encode", "other", *source).code == 0
-    flags = ["--dataset.dataset_name=latents", "--dataset.root_dir=other", "--validation.freq=3"]
-    flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
-    result = run_script("train.py", *job(stored_run, *flags))
+def test_a_run_continues_with_moved_latents_and_refuses_others(
+    stored_run: Path, latents: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    run = shutil.copytree(stored_run, tmp_path / "run")
+    shutil.copytree(latents, tmp_path / "moved")
+    assert run_script("torchditan", "encode", "other", *HAAR, "--dtype=int8").code == 0
+    flags = [*JOB, *zoo_of_runs.VALIDATED, "--dataset.dataset_name=latents", "--training.steps=7"]
+    result = run_script("train.py", *tiny_runs.job(run, *flags, "--dataset.root_dir=moved"))
+    assert result.code == 0 and "resumed at step 6" in result.out, result.err
+    result = run_script("train.py", *tiny_runs.job(run, *flags, "--dataset.root_dir=other"))
     assert result.code == 2
     assert "dataset.fingerprint is latents-" in result.err and result.err.count("\n") == 1
-
-
-def test_latents_that_were_moved_are_the_same_latents(latents: Path, tmp_path: Path) -> None:
-    shutil.copytree(latents, tmp_path / "moved")
-    assert open_latents(tmp_path / "moved").fingerprint == open_latents(latents).fingerprint
-
-
-def test_online_encoding_holds_no_decoder(tmp_path: Path) -> None:
-    from torchditan.datasets import build_dataset
-
-    digits = build_dataset(options.Dataset(), split="validation")
-    random_pipeline(image_channels=1).vae.save_pretrained(tmp_path)
-    section = options.Autoencoder(name="diffusers", path=str(tmp_path), online=True)
-    space = build_sample_space(section, digits, device=CPU, needs_decoder=True)
-    assert isinstance(space, latent_space.EncodedPixels)
-    held = {name.split(".")[0] for name, _ in space.autoencoder._model.named_parameters()}  # type: ignore[attr-defined]
-    assert "encoder" in held and "decoder" not in held
-    batch = space.prepare({"sample": digits[0]["sample"][None]})
-    assert space.to_pixels(batch["sample"]).shape == (1, 1, 8, 8)
 
 
 @pytest.mark.slow
 def test_one_curve_on_latents_with_any_ranks_and_workers(
     stored_run: Path, latents: Path, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
-    data = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--dataset.horizontal_flip=false"]
+    data = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--metrics.enable_sampling=false"]
     for world_size, workers in ((2, 2), (4, 0)):
-        name = f"ranks{world_size}"
-        flags = [*data, f"--dataset.num_workers={workers}", "--metrics.enable_sampling=false"]
-        result = run_distributed(["train.py", *job(tmp_path / name, *flags)], world_size)
+        run = tmp_path / f"ranks{world_size}"
+        flags = [*JOB, *data, f"--dataset.num_workers={workers}"]
+        result = run_distributed(["train.py", *tiny_runs.job(run, *flags)], world_size)
         assert result.returncode == 0, result.stderr
-        for here, there in zip(read_metrics(tmp_path / name), read_metrics(stored_run), strict=True):
+        for here, there in zip(read_metrics(run), read_metrics(stored_run), strict=True):
             assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
-
-
-def test_a_mirrored_sample_is_the_latent_of_the_mirrored_image(latents: Path) -> None:
-    from torchditan.datasets import build_dataset
-
-    dataset = open_latents(latents)
-    space = build_sample_space(options.Autoencoder(), dataset, device=CPU, needs_decoder=True)
-    batch = space.prepare(dataset.read_batch(np.array([5, 5]), np.array([False, True])))
-    pictures = space.to_pixels(batch["sample"])
-    real = build_dataset(options.Dataset(dataset_name="digits"), split="train")[5]["sample"]
-    assert (pictures[0] - real).abs().max() < 0.02  # bf16
-    assert (pictures[1] - real.flip(-1)).abs().max() < 0.02
 
 
 def refused(match: str, *, dataset: Any, needs_decoder: bool = True, **section: Any) -> None:
@@ -207,8 +143,6 @@ def refused(match: str, *, dataset: Any, needs_decoder: bool = True, **section: 
 
 
 def test_what_the_section_cannot_mean_is_refused_in_one_line(latents: Path) -> None:
-    from torchditan.datasets import build_dataset
-
     stored = open_latents(latents)
     pixels = build_dataset(options.Dataset(dataset_name="digits"), split="train")
     refused("autoencoder.online = true: latents holds latents", dataset=stored, online=True, name="haar")
@@ -222,13 +156,8 @@ def test_what_the_section_cannot_mean_is_refused_in_one_line(latents: Path) -> N
     refused('autoencoder.name = "sd-vae": these latents come from haar', dataset=stored, name="sd-vae")
     refused("these latents have 2; leave it out", dataset=stored, downsampling=4)
     refused("these latents come from haar", dataset=stored, fingerprint="diffusers-0123456789abcdef")
-
-
-def test_a_decoder_of_other_latents_is_refused(latents: Path) -> None:
-    dataset = open_latents(latents)
-    other = dataclasses.replace(dataset.index, fingerprint="diffusers-0123456789abcdef")
-    dataset.index = other
-    refused("latents come from diffusers-0123456789abcdef, this decoder is haar", dataset=dataset, name="haar")
+    stored.index = dataclasses.replace(stored.index, fingerprint="diffusers-0123456789abcdef")
+    refused("latents come from diffusers-0123456789abcdef, this decoder is haar", dataset=stored, name="haar")
 
 
 def test_a_decoder_that_only_the_latents_name_may_be_missing(latents: Path, tmp_path: Path) -> None:

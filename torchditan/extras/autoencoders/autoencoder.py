@@ -107,10 +107,5 @@ def check_image_channels(config: options.Autoencoder, has: int, image_channels: 
         raise option_error("autoencoder.name", config.name, right)
 
 
-def dtype_of(config: options.Autoencoder) -> torch.dtype | None:
-    """`autoencoder.dtype`; None selects what the weights need."""
-    return None if config.dtype is None else getattr(torch, config.dtype)
-
-
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.device, like.dtype).view(-1, *[1] * (like.dim() - 2))  # (C, 1, 1), or (C, 1, 1, 1)

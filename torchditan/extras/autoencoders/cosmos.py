@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchditan.config import options
 from torchditan.errors import ConfigError, first_line, option_error
-from torchditan.extras.autoencoders.autoencoder import Autoencoder, check_image_channels, dtype_of
+from torchditan.extras.autoencoders.autoencoder import Autoencoder, check_image_channels
 from torchditan.extras.autoencoders.hub import find_weights, place_of
 from torchditan.run.atomic_files import sha256_of
 
@@ -47,31 +47,6 @@ class CosmosAutoencoder(Autoencoder):
         _, self.latent_channels, _, _ = mean.shape
         self.downsampling = _SIZE // mean.shape[-1]
         self.has_posterior = logvar is not None
-
-    @classmethod
-    def open(cls, folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> CosmosAutoencoder:
-        """Open `encoder.jit` and `decoder.jit` of `folder`; both must exist. Runs their code.
-
-        Args:
-            folder: contains the two files.
-            device: where they compute.
-            dtype: the dtype that they must be traced in, or None.
-
-        Raises:
-            ConfigError: a file is not the TorchScript of a continuous image tokenizer, or has another dtype.
-        """
-        encoder, decoder = (_load(folder / file, device=device) for file in FILES)
-        try:
-            opened = cls(encoder, decoder, fingerprint=_fingerprint(folder), device=device)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            right = f"does not encode an image of {_SIZE} x {_SIZE} to a latent of 4 dimensions"
-            raise _refuse(folder / FILES[0], f"{right} ({first_line(error)})") from error
-        if dtype not in (None, opened.dtype):
-            right = f"{FILES[0]} of {folder} is traced in {_word(opened.dtype)} and computes only in it; leave it out"
-            raise option_error("autoencoder.dtype", _word(dtype), right)
-        return opened
 
     def drop_decoder(self) -> None:
         self._decoder = None
@@ -112,14 +87,27 @@ def _refuse(file: Path, right: str) -> ConfigError:
     return option_error("autoencoder.path", str(file.parent), f"{file.name} {right}")
 
 
-def _word(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def open_cosmos(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> CosmosAutoencoder:
-    """Open the autoencoder in a folder or on the hub."""
+    """Open the autoencoder in a folder or on the hub. Runs its code.
+
+    Raises:
+        ConfigError: a file is not the TorchScript of a continuous image tokenizer, or computes in another dtype.
+    """
     check_image_channels(config, 3, image_channels)  # before any download
     place = place_of(
         config, "a folder with encoder.jit and decoder.jit, or a hub name such as nvidia/Cosmos-0.1-Tokenizer-CI8x8"
     )
-    return CosmosAutoencoder.open(find_weights(place, files=FILES), device=device, dtype=dtype_of(config))
+    folder = find_weights(place, files=FILES)
+    encoder, decoder = (_load(folder / file, device=device) for file in FILES)
+    try:
+        opened = CosmosAutoencoder(encoder, decoder, fingerprint=_fingerprint(folder), device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+        right = f"does not encode an image of {_SIZE} x {_SIZE} to a latent of 4 dimensions"
+        raise _refuse(folder / FILES[0], f"{right} ({first_line(error)})") from error
+    traced = str(opened.dtype).removeprefix("torch.")
+    if config.dtype not in (None, traced):
+        right = f"{FILES[0]} of {folder} is traced in {traced} and computes only in it; leave it out"
+        raise option_error("autoencoder.dtype", config.dtype, right)
+    return opened

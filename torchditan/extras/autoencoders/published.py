@@ -24,7 +24,7 @@ from torch import Tensor
 from torchditan.config import options
 from torchditan.config.optional_libraries import import_optional
 from torchditan.errors import ConfigError, first_line, option_error, shorten
-from torchditan.extras.autoencoders.autoencoder import Autoencoder, dtype_of
+from torchditan.extras.autoencoders.autoencoder import Autoencoder
 from torchditan.extras.autoencoders.catalogue import PUBLISHED, Published
 from torchditan.extras.autoencoders.hub import find_weights, place_of
 
@@ -57,49 +57,6 @@ class DiffusersAutoencoder(Autoencoder):
         self.device = device
         self.has_posterior = type(model).__name__ != "AutoencoderDC"
         self._model = model.eval()
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        published: Published | None = None,
-    ) -> DiffusersAutoencoder:
-        """Open config.json and diffusion_pytorch_model.safetensors of `folder`; both must exist.
-
-        Args:
-            folder: contains the two files.
-            device: where it computes.
-            dtype: compute dtype; None selects what its weights need.
-            published: provides the normalisation if config.json does not.
-
-        Raises:
-            ConfigError: it is of another class, or weights and config do not match.
-        """
-        config = _read_config(folder)
-        weights = _read_weights(folder)
-        _check_layers(config, num_tensors=len(weights), folder=folder)
-        diffusers = import_optional("diffusers", extra="diffusers")
-        kind = getattr(diffusers, config["_class_name"])
-        try:
-            with torch.device("meta"):
-                model = kind.from_config(config)
-            normalization = _normalization_of(config, published)
-        except Exception as error:  # a wrong value fails anywhere in diffusers
-            reader = f"{kind.__name__} of diffusers {diffusers.__version__}"
-            raise _refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
-        _check_weights(weights, model, folder=folder)
-        dtype = dtype or _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
-        # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
-        used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
-        model.load_state_dict(used, assign=True)
-        autoencoder = cls(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
-        if normalization is not None:
-            shift, scale = (values.expand(autoencoder.latent_channels).clone() for values in normalization)
-            autoencoder.set_normalization(shift=shift, scale=scale)
-        return autoencoder
 
     def drop_decoder(self) -> None:
         del self._model.decoder
@@ -200,9 +157,35 @@ def _refuse(folder: Path, right: str) -> ConfigError:
 def open_published(
     config: options.Autoencoder, *, device: torch.device, image_channels: int | None
 ) -> DiffusersAutoencoder:
-    """Open the autoencoder in a folder, in the `vae/` of a complete pipeline, or on the hub."""
-    entry = PUBLISHED.get(config.name or "")
-    return DiffusersAutoencoder.open(find_published(config), device=device, dtype=dtype_of(config), published=entry)
+    """Open the autoencoder in a folder, in the `vae/` of a complete pipeline, or on the hub.
+
+    Raises:
+        ConfigError: it is of another class, or weights and config do not match.
+    """
+    folder = find_published(config)
+    described = _read_config(folder)
+    weights = _read_weights(folder)
+    _check_layers(described, num_tensors=len(weights), folder=folder)
+    diffusers = import_optional("diffusers", extra="diffusers")
+    kind = getattr(diffusers, described["_class_name"])
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(described)
+        normalization = _normalization_of(described, PUBLISHED.get(config.name or ""))
+    except Exception as error:  # a wrong value fails anywhere in diffusers
+        reader = f"{kind.__name__} of diffusers {diffusers.__version__}"
+        raise _refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
+    _check_weights(weights, model, folder=folder)
+    dtype = _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
+    dtype = dtype if config.dtype is None else getattr(torch, config.dtype)
+    # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
+    used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
+    model.load_state_dict(used, assign=True)
+    autoencoder = DiffusersAutoencoder(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
+    if normalization is not None:
+        shift, scale = (values.expand(autoencoder.latent_channels).clone() for values in normalization)
+        autoencoder.set_normalization(shift=shift, scale=scale)
+    return autoencoder
 
 
 def find_published(config: options.Autoencoder) -> Path:

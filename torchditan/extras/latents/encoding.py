@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torchditan.data_stream.datasets import CaptionedPixels, CorruptImageError, GroupedDataset, ImageDataset
 from torchditan.data_stream.latent_index import Encoding, LatentIndex
-from torchditan.data_stream.latent_shards import PUBLIC_SCALE, LatentShards
 from torchditan.data_stream.loader import PREFETCH
 from torchditan.distributed.process_group import Rank
 from torchditan.errors import ConfigError, option_error
@@ -99,12 +97,6 @@ def describe_encoding(
     )
 
 
-def describe_conversion(source: LatentShards, *, split: str, shard_size: int, shard_format: str) -> Encoding:
-    """Describe the shards converted from the public file."""
-    values = {name: getattr(source.index, name) for name in Encoding.__dataclass_fields__}
-    return Encoding(**{**values, "split": split, "shard_size": shard_size, "shard_format": shard_format})
-
-
 def as_stored(latents: Tensor) -> tuple[Tensor, None]:
     """`Moments` of samples that are latents before normalisation."""
     return latents, None
@@ -174,30 +166,6 @@ def encode(
             writing = executor.submit(_write_shard, writer, number, parts, skipped)
         if writing is not None:
             writing.result()
-    return writer.finalise()
-
-
-def convert(
-    source: LatentShards, writer: LatentWriter, *, rank: Rank, report: Callable[[int], None]
-) -> LatentIndex | None:
-    """Convert the public file to a folder of shards: the same int8 latents, with statistics over all of them."""
-    encoding = writer.encoding
-    for number in writer.missing():
-        if number % rank.world_size != rank.rank:
-            continue
-        indices = np.arange(
-            number * encoding.shard_size, min((number + 1) * encoding.shard_size, encoding.num_source_images)
-        )
-        assert source.labels is not None
-        raw = source.read(indices, np.zeros(len(indices), dtype=bool))
-        tensors = {
-            "latents": raw["latent"],
-            "scale": torch.full(encoding.latent_shape[:1], PUBLIC_SCALE),
-            "labels": torch.from_numpy(source.labels[indices].astype(np.int64)),
-            "index": torch.from_numpy(indices),
-        }
-        writer.write(number, Shard(tensors, ()))
-        report(len(indices))
     return writer.finalise()
 
 

@@ -15,13 +15,15 @@ import fcntl
 import hashlib
 import io
 import itertools
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from torchditan.config.trajectory import flatten_tree
@@ -40,11 +42,12 @@ from torchditan.data_stream.latent_index import (
     record_to_json,
     standardizing,
 )
-from torchditan.data_stream.latent_shards import LABELS_FILE, LOCK_FILE, map_shard, size_problems, to_tar
+from torchditan.data_stream.latent_shards import LABELS_FILE, map_shard, size_problems
 from torchditan.errors import ConfigError, option_error, shorten
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import to_json
 
+LOCK_FILE = ".lock"
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -88,13 +91,11 @@ class LatentWriter:
         Raises:
             ConfigError: the disk is full, or the latents are not finite. Earlier shards are kept.
         """
-        from safetensors.torch import save
-
         path = self._shard_path(number)
         for stale in self.folder.glob(f".{path.stem}.*.partial"):  # from a killed run
             stale.unlink()
         self._record_path(number).unlink(missing_ok=True)
-        data = save(shard.tensors) if path.suffix == ".safetensors" else to_tar(shard.tensors)
+        data = save(shard.tensors) if path.suffix == ".safetensors" else _to_tar(shard.tensors)
         record = _describe(path.name, shard, data)
         _write(path, data)
         _write(self._record_path(number), record_to_json(record))
@@ -213,6 +214,23 @@ class LatentWriter:
 
 def shard_file(number: int, shard_format: str = "safetensors") -> str:
     return f"shard-{number:05d}.{'tar' if shard_format == 'webdataset' else 'safetensors'}"
+
+
+def _to_tar(tensors: Mapping[str, Tensor]) -> bytes:
+    """A shard as a tar with a safetensors file for each sample, named by its `index`, and its label as `.cls`."""
+    buffer = io.BytesIO()
+    names = [name for name in tensors if name not in ("index", "labels", "scale")]
+    whole = {"scale": tensors["scale"]} if "scale" in tensors else {}
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for row, number in enumerate(tensors["index"].tolist()):
+            files = {".safetensors": save({name: tensors[name][row].clone() for name in names} | whole)}
+            if "labels" in tensors:
+                files[".cls"] = str(int(tensors["labels"][row])).encode()
+            for suffix, data in files.items():
+                member = tarfile.TarInfo(f"{number:09d}{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
 
 
 def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:

@@ -19,7 +19,7 @@ import torch
 from torchditan.checkpoint.weights import Kind, Weights, write_model_file
 from torchditan.config.loader import from_dict
 from torchditan.config.options import flatten
-from torchditan.datasets.latents import has_latents
+from torchditan.datasets.latents import splits_of
 from torchditan.errors import ConfigError
 from torchditan.extras.autoencoders import runs_code
 from torchditan.extras.latents.shared import link_latents
@@ -71,12 +71,12 @@ def share(
     """
 
     def is_replaced(found: Path) -> bool:
-        is_ours = is_shared(found) or has_latents(found)
+        is_ours = is_shared(found) or bool(splits_of(found))
         return overwrite and is_ours and (found / CARD_FILE).is_file() and found.resolve() != source.resolve()
 
     name = folder.resolve().name
     with new_folder(folder, replace=is_replaced) as new:
-        if has_latents(source):
+        if splits_of(source):
             indices, notes = link_latents(source, new)
             what = ", ".join(f"{index.num_images:,} latents ({split})" for split, index in indices.items())
             text = latents_card(indices, statements, name=name)

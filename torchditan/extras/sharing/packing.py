@@ -24,12 +24,11 @@ from PIL import Image
 
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CaptionedPixels, CorruptImageError, ImageDataset
-from torchditan.datasets.caption_entries import Entry, File, Frames, read_bytes
+from torchditan.datasets.caption_entries import Entry, Frames
 from torchditan.datasets.captions import CaptionedImages
-from torchditan.datasets.folder import ImageFolder
-from torchditan.datasets.hub import HubImages
+from torchditan.datasets.encoded import EncodedImages, read_bytes
 from torchditan.datasets.images import UnreadableError, corrupt_image, open_picture
-from torchditan.datasets.webdataset import CLASSES_FILE, TarImages
+from torchditan.datasets.webdataset import CLASSES_FILE
 from torchditan.errors import ConfigError, option_error
 from torchditan.randomness import generator
 from torchditan.run.atomic_files import atomic_writer, write_file
@@ -110,7 +109,7 @@ def _identity_of(dataset: ImageDataset) -> str:
     names = f"{len(dataset)} {dataset.fingerprint}"
     if isinstance(dataset, CaptionedImages):
         entries = [dataset.entries[place] for place in dataset.places]
-        names = json.dumps([(entry.name, entry.caption, entry.others, entry.weights) for entry in entries])
+        names = json.dumps([(entry.name, entry.captions) for entry in entries])
     return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
@@ -147,13 +146,8 @@ def _members_of(dataset: Any, index: int) -> dict[str, bytes]:
         suffix = os.path.splitext(entry.name)[1].lower() if is_video else _suffix_of(data, where=entry.name)
         return {suffix: data, **_caption_of(entry)}
     label = None
-    if isinstance(dataset, ImageFolder):
-        where = str(dataset.path_of(index))
-        data = read_bytes(File(dataset.path_of(index)), where=where)
-    elif isinstance(dataset, TarImages):
-        where, data = str(dataset.path_of(index)), dataset.content_of(index)
-    elif isinstance(dataset, HubImages):
-        where, data = f"{dataset.name}, row {index}", dataset.content_of(index)
+    if isinstance(dataset, EncodedImages):
+        where, data = dataset.name_of(index), dataset.content_of(index)
     else:
         item = dataset[index]
         where, data, label = "", _to_png(item["sample"].numpy(), name=dataset.name), item.get("class_label")
@@ -167,13 +161,12 @@ def _members_of(dataset: Any, index: int) -> dict[str, bytes]:
 
 
 def _caption_of(entry: Entry) -> dict[str, bytes]:
-    if entry.caption is None:
-        return {}
-    if not entry.others:
-        return {".txt": entry.caption.encode()}
-    row: dict[str, Any] = {_CAPTION_KEY: [entry.caption, *entry.others]}
-    if entry.weights:
-        row["weights"] = entry.weights
+    texts, weights = entry.captions
+    if len(texts) < 2:
+        return {".txt": texts[0].encode()} if texts else {}
+    row: dict[str, Any] = {_CAPTION_KEY: texts}
+    if weights:
+        row["weights"] = weights
     return {".json": json.dumps(row, ensure_ascii=False).encode()}
 
 
