@@ -53,3 +53,11 @@ def test_every_configuration_trains_a_step(
         result = run_script("train.py", "--job.config_file", str(file), *flags)
     assert result.code == 0, result.err
     assert (tmp_path / file.stem / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["quickstart_one_step", "earth", "scenes"])
+def test_a_configuration_whose_data_ships_trains_a_step_on_it(name: str, run_script: RunScript) -> None:
+    flags = ["--model.flavor=debugmodel", "--training.steps=1", "--training.global_batch_size=2", "--validation.freq=0"]
+    flags += ["--metrics.enable_sampling=false", "--checkpoint.enable_checkpoint=false", "--dataset.num_workers=0"]
+    result = run_script("torchditan", "train", name, *flags)
+    assert result.code == 0, result.err

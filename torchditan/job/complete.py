@@ -114,6 +114,7 @@ def what_data_says(config: Config, dataset: ImageDataset, *, sample_shape: tuple
             raise option_error(option, given, f"is {'none' if value is None else value} for this data; leave it out")
     return {
         **decided,
+        "model.text_blocks": dataset.text_blocks if config.model.text is not None else None,
         "model.input_channels": sample_shape[0],
         "dataset.image_size": list(dataset.sample_shape[-2:]),
         "dataset.num_classes": len(dataset.class_names),
@@ -142,7 +143,6 @@ def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None
         "model.text_tokens": tokens,
         "model.text_width": width,
         "model.pooled_width": None if pooled is None else pooled.shape[-1],
-        "model.text_blocks": dataset.text_blocks,
     }
 
 
