@@ -161,19 +161,15 @@ class NoTarget(Objective):
     pass
 
 
-class LogsLoss(Meter):
+class Broken(Meter):
     def read(self) -> dict[str, float]:
-        return {"grad_norm": 1.0}
+        raise ArithmeticError("a fault of the meter")
 
 
 class Picky(Euler):
     def __init__(self, strength: float) -> None:
         if strength < 0:
             raise ValueError("strength must not be negative")
-
-
-def wrong_architecture(config: Model, **_: Any) -> int:
-    return 3
 
 
 def like_the_dit(config: Model, **shapes: Any) -> ModelSpec:
@@ -204,15 +200,13 @@ def test_an_architecture_from_outside() -> None:
     assert load_config([f"--model.name={name}"]).model.name == name
     mine, dit = (build_model_spec(Model(flavor="debugmodel", **named), **shapes) for named in ({"name": name}, {}))
     assert mine.build().state_dict().keys() == dit.build().state_dict().keys()
-    with refused(f'model.name = "{HERE}:wrong_architecture"', "int", "ModelSpec"):
-        build_model_spec(Model(name=f"{HERE}:wrong_architecture"), **shapes)
 
 
-def test_a_number_with_the_name_of_another_is_refused_and_the_process_trains_again(tmp_path: Path) -> None:
+def test_after_an_error_in_a_step_the_same_process_trains_again(tmp_path: Path) -> None:
     tiny = {"batch_size": 8, "global_batch_size": 8, "flavor": "debugmodel", "dump_folder": str(tmp_path), "steps": 1}
     tiny |= {"validation.freq": 0, "enable_sampling": False}
     for _ in range(2):
-        with refused('metrics.meters = "LogsLoss"', "grad_norm"):
-            torchditan.train("quickstart", **tiny, meters=[f"{HERE}:LogsLoss"])
+        with pytest.raises(ArithmeticError, match="a fault of the meter"):
+            torchditan.train("quickstart", **tiny, meters=[f"{HERE}:Broken"])
     torchditan.train("quickstart", **tiny)
     assert [record["step"] for record in read_metrics(tmp_path / "quickstart")] == [1]

@@ -22,10 +22,10 @@ from refusals import refused
 
 from torchditan import load
 from torchditan.extras.published.flux import pack, unpack
+from torchditan.extras.report.stored_grids import read_cells
 from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.randomness import normal
 from torchditan.run.reading import read_config, read_metrics
-from torchditan.sampling.grid_picture import read_cells
 
 CPU = torch.device("cpu")
 

@@ -221,7 +221,7 @@ def test_an_imported_run_is_evaluated_and_exports_the_file_again(
     assert there.config is not None
     assert again.config == {**there.config, "ema": {**there.config["ema"], "enable": False}}
     assert again.git_commit == there.git_commit
-    outcome = run_script("torchditan", "evaluate", run, "--samples_per_class=1", "--epochs=1")
+    outcome = run_script("torchditan", "evaluate", run, "--num_samples=10", "--epochs=1")
     assert (outcome.code, cards.values(outcome)["step"]) == (0, 6)
 
 

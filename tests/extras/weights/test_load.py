@@ -16,8 +16,8 @@ from random_dit import random_pipeline
 from refusals import refused
 
 from torchditan import load
+from torchditan.extras.report.stored_grids import read_cells
 from torchditan.extras.weights.trained_model import TrainedModel
-from torchditan.sampling.grid_picture import read_cells
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunScript
