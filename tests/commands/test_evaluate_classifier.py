@@ -20,7 +20,7 @@ def test_it_counts_the_classes_that_a_classifier_recognises_and_says_how_far_it_
 ) -> None:
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     run = zoo("digits")
-    outcome = run_script("torchditan", "evaluate", run, "--samples_per_class=2", "--epochs=4", "--out=out")
+    outcome = run_script("torchditan", "evaluate", run, "--num_samples=20", "--epochs=4", "--out=out")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("| figure")
     report = cards.values(outcome)

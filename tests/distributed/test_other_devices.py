@@ -48,8 +48,6 @@ def test_mps_is_used_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert Rank(0, 0, 1).device.type == "cpu"
-    with pytest.raises(ConfigError, match="no Apple GPU"):
-        _device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert Rank(0, 0, 1).device.type == _device(None).type == _device("mps").type == "mps"
     assert precision_for(MPS) == "float32"

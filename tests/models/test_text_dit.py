@@ -13,11 +13,9 @@ import torch.distributed as dist
 from random_models import random_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.config.options import Compile, Config, Model
-from torchditan.data_stream.datasets import ImageDataset
+from torchditan.config.options import Compile, Model
 from torchditan.distributed.parallelize import parallelize
 from torchditan.errors import ConfigError
-from torchditan.job.complete import text_sizes_of
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
 from torchditan.models.dit import PRESETS, DiT, DiTConfig
 from torchditan.models.flops import count_model_flops
@@ -300,35 +298,6 @@ def test_the_condition_is_the_embeddings_with_the_mask_of_the_encoder():
         assert torch.equal(dropped[name][1], value)
         assert torch.equal(dropped[name][0], torch.zeros_like(value))
         assert torch.equal(conditioning.null(cond)[name], value.expand(2, *value.shape))
-
-
-class Captions(ImageDataset):
-    """What the sizes are read from."""
-
-    name = "captions"
-
-    def __init__(self, *, pooled: int | None = POOLED) -> None:
-        self.null_tensors = {"prompt_embeds": torch.zeros(TOKENS, WIDTH)}
-        if pooled is not None:
-            self.null_tensors["pooled_prompt_embeds"] = torch.zeros(pooled)
-
-
-def test_sizes_that_are_left_open_are_those_of_the_captions():
-    config = Config(model=Model(text="in_context"))
-    sizes = text_sizes_of(Captions(), config)  # type: ignore[arg-type]
-    assert sizes == {
-        "model.text_tokens": TOKENS,
-        "model.text_width": WIDTH,
-        "model.pooled_width": POOLED,
-        "model.text_blocks": None,
-    }
-    completed = config.fill_in(sizes)  # as a run that is continued has them
-    assert text_sizes_of(Captions(), completed) == sizes  # type: ignore[arg-type]
-    static = Captions()
-    static.text_blocks = 2
-    assert text_sizes_of(static, config)["model.text_blocks"] == 2
-    sizes = text_sizes_of(Captions(pooled=None), config)  # type: ignore[arg-type]
-    assert config.fill_in(sizes).model.pooled_width is None
 
 
 @pytest.mark.parametrize(
