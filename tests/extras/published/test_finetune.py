@@ -200,8 +200,7 @@ def test_own_prompts_are_compared_with_the_original_models_samples(lora, run_scr
     train("run", 4, "--sampling.at_start", "--sampling.num_steps=2")
     assert "psnr_to_original" not in read_metrics(tmp_path / "run")[3], "drawn in another way"
 
-    out = train("without", 2)
-    assert "PSNR and SSIM are not measured" in out and "--sampling.at_start" in out
+    train("without", 2)
     assert "psnr" not in (tmp_path / "without/metrics.jsonl").read_text()
 
 
