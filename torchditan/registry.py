@@ -85,6 +85,7 @@ JOB_PARTS = {
     "training.batch_size": "torchditan.extras.ablation.autotune:resolve_batch_size",  # of "auto"
     "training.context_parallel_degree": "torchditan.distributed.context_parallel:option_mistakes",
     "checkpoint.initial_load_path": "torchditan.extras.weights.initial:load_initial_weights",
+    "lora.initial_load_path": "torchditan.extras.weights.initial:identity_of",  # of the LoRA that a LoRA starts from
     "evaluation.freq": "torchditan.extras.evaluation.during_training:TrainingEvaluation",
     "memory": "torchditan.extras.planner.plan:plan_run",  # no option: a line before the first step
 }

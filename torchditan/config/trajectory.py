@@ -142,6 +142,10 @@ def _left_open(values: dict[str, Any]) -> dict[str, Any]:
     return {name: None if value == own.get(name) else value for name, value in values.items()}
 
 
+INITIAL_WEIGHTS = "checkpoint.initial_weights"
+"""Key of the identity of what `checkpoint.initial_load_path` names, if it is known: a LoRA may have moved."""
+
+
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """List the differences of two sets of options: "model.patch_size is 2 there and 4 here".
 
@@ -152,6 +156,10 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     given = _left_open(flatten_tree(json.loads(json.dumps(here, default=str))))
     stored = _left_open(flatten_tree(there))
     absent = "absent"
+    same = []
+    begun, begins = stored.pop(INITIAL_WEIGHTS, None), given.pop(INITIAL_WEIGHTS, None)
+    if begun is not None and begun == begins:
+        same.append("checkpoint.initial_load_path")
     changed = [
         f"the file of {key.removeprefix(_FILE)} was changed since the run began"
         for key in given
@@ -160,7 +168,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
         for key in [*given, *(key for key in stored if key not in given)]
-        if not key.startswith(_FILE) and stored.get(key, absent) != given.get(key, absent)
+        if key not in same and not key.startswith(_FILE) and stored.get(key, absent) != given.get(key, absent)
     ] + changed
 
 

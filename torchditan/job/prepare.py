@@ -13,7 +13,7 @@ import torch
 
 from torchditan.config.options import Config, cache_folder, dataset_channels
 from torchditan.config.rules import validate_parts
-from torchditan.config.trajectory import trajectory
+from torchditan.config.trajectory import INITIAL_WEIGHTS, trajectory
 from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.data_stream.sample_space import SampleSpace, pixel_space
@@ -70,7 +70,10 @@ class Job:
     @functools.cached_property
     def trajectory(self) -> dict[str, Any]:
         """What decides the weights of this run. Only a job that agrees may continue it."""
-        return trajectory(self.config)
+        found, path = trajectory(self.config), self.config.checkpoint.initial_load_path
+        if path is not None and self.config.lora.rank:
+            found[INITIAL_WEIGHTS] = job_part("lora.initial_load_path")(path)
+        return found
 
     @property
     def device(self) -> torch.device:

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from test_whole_path import assert_same, job, opened
 
 from torchditan.config.loader import from_dict
+from torchditan.config.trajectory import INITIAL_WEIGHTS, differences
 from torchditan.errors import ConfigError
-from torchditan.extras.weights.initial import load_initial_weights
+from torchditan.extras.weights.initial import identity_of, load_initial_weights
 from torchditan.extras.weights.lora_export import export_run
 from torchditan.extras.weights.trained_model import stored_spec
 from torchditan.run.reading import read_config, read_metrics
@@ -133,6 +134,16 @@ def edited(first: Path, run: Path, section: str, **options: Any) -> Path:
     content["config"][section] |= options
     (run / "config.json").write_text(json.dumps(content))
     return run
+
+
+def test_a_run_continues_wherever_its_first_lora_lies(first: Path, tmp_path: Path) -> None:
+    """It is known by its matrices, also where it was exported since."""
+    run = edited(first, tmp_path / "moved", "lora", alpha=2)
+    known, file = identity_of(str(run)), identity_of(str(exported(run, tmp_path / "lora.safetensors")))
+    assert known is not None and known == file and identity_of(str(tmp_path / "gone")) is None
+    key, there = "checkpoint.initial_load_path", {"checkpoint.initial_load_path": "a", INITIAL_WEIGHTS: known}
+    assert differences(there, {key: "b", INITIAL_WEIGHTS: file}) == []
+    assert len(differences(there, {key: "b", INITIAL_WEIGHTS: None})) == 1
 
 
 def test_a_file_with_more_layers_names_the_option_that_adds_them(first: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def _on_all_ranks(path: str) -> Iterator[None]:
         raise_on_all_ranks(mistake)
     elif mistake is not None:
         raise mistake
+
+
+def identity_of(path: str) -> str | None:
+    """What identifies the LoRA at this path by its matrices, whatever their names; None for other weights."""
+    try:
+        weights = None if is_shared(path) else open_weights(path)
+        if weights is None or not is_lora(weights.shapes):
+            return None
+        tensors = [weights.tensor(name) for name in weights.shapes]
+    except ConfigError:  # a run that continues does not need it any more
+        return None
+    hashes = sorted(sha256(tensor.float().numpy().tobytes()).hexdigest() for tensor in tensors if tensor.ndim > 1)
+    return f"lora-{sha256(' '.join(hashes).encode()).hexdigest()[:16]}"
 
 
 def _fill_all(model: nn.Module, weights: Weights, config: Config, differing: list[str]) -> list[str]:
