@@ -22,7 +22,7 @@ from torch import nn
 
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
 from torchditan.diffusion.objectives import uniform_objective, validation_objective
-from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
+from torchditan.distributed.process_group import max_over_ranks, mean_over_ranks
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
@@ -288,8 +288,3 @@ class PeriodicTasks:
         self.logger.log_image("samples", path, self.progress.step)
         self.last_grid = path
         return likeness
-
-
-def mean_over_ranks(loss: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Mean () of the ranks' losses ()."""
-    return sum_over_ranks(loss.clone()) / world_size

@@ -3,7 +3,8 @@
 
 Notable:
 - a step is the same code on a laptop and on a node: every mode uses one `parallelize`;
-- inside a step the host waits only for the verdict of the previous one (divergence.py); it reads numbers at log steps;
+- inside a step the host waits only for the verdict of the previous one, or of this one with an optimizer that cannot
+  skip on the device (divergence.py); it reads numbers at log steps;
 - supervision/, periodic_tasks.py and checkpoint/run_checkpoints.py contain everything outside the step.
 """
 
@@ -36,6 +37,7 @@ from torchditan.distributed.process_group import (
     forget_process_groups,
     from_rank_0,
     init_process_group,
+    mean_over_ranks,
     raise_on_all_ranks,
 )
 from torchditan.errors import ConfigError, option_error
@@ -47,7 +49,7 @@ from torchditan.optim.divergence import DivergenceError, DivergenceGuard, LossSp
 from torchditan.optim.ema import EMA
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, optimizer_flops
 from torchditan.optim.schedules import build_schedule
-from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
+from torchditan.periodic_tasks import PeriodicTasks, StepResult
 from torchditan.randomness import Randomness
 from torchditan.registry import job_part
 from torchditan.run.metrics import MetricsLogger
@@ -416,7 +418,7 @@ class Trainer:
     def next_batch(self, batches: Iterator[tuple[Batch, Randomness]], step: int) -> tuple[Batch, Randomness]:
         """This rank's next micro-batch on the device, as model inputs, with its noise and timesteps."""
         self.supervision.note(step, "data loading")
-        with self.logger.timer.data_loading(), self.stop_request.waiting_for_data(self.describe_data):
+        with self.logger.timer.data_loading(), self.stop_request.waiting_for_data(self.describe_wait):
             batch, randomness = next(batches)
         self.supervision.note(step, "forward and backward")
         skipped: Any = batch.pop("skipped")
@@ -427,7 +429,7 @@ class Trainer:
         with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():
             return self.space.prepare(batch, randomness.get("posterior")), randomness
 
-    def describe_data(self) -> str:
+    def describe_wait(self) -> str:
         """Who waits for which data, for messages."""
         return f"rank {self.rank.rank} waits for {awaited_worker()} on dataset {self.job.dataset.name}"
 
@@ -455,7 +457,7 @@ class Trainer:
         first: list[tuple[Batch, Randomness]] = []
         mistake: ConfigError | None = None
         try:
-            with self.stop_request.waiting_for_data(self.describe_data):
+            with self.stop_request.waiting_for_data(self.describe_wait):
                 first.append(next(batches))
         except ConfigError as error:
             mistake = error

@@ -22,7 +22,7 @@ EXTRAS = (
     "report",
 )
 ORDER = [*CORE, *(f"extras.{name}" for name in EXTRAS), "training", "ablation", "planner", "commands"]
-"""A part imports only what stands before it. `__init__` and `__main__` import anything."""
+"""A part imports only what stands before it. The package itself and its `__main__` import anything."""
 TINY = (
     *("--training.steps=2", "--training.global_batch_size=4", "--dataset.num_workers=0", "--model.flavor=debugmodel"),
     *("--model.patch_size=1", "--sampling.num_steps=2", "--sampling.max_classes=2", "--sampling.images_per_class=1"),

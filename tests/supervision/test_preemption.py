@@ -184,10 +184,10 @@ def count_step(trainer):  # the loader has started
 
 def describe(trainer):
     threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    return describe_data(trainer)
+    return describe_wait(trainer)
 
-count, describe_data = Trainer.count_step, Trainer.describe_data
-Trainer.count_step, Trainer.describe_data = count_step, describe
+count, describe_wait = Trainer.count_step, Trainer.describe_wait
+Trainer.count_step, Trainer.describe_wait = count_step, describe
 multiprocessing.set_start_method("fork", force=True)  # as without the tests' own processes
 prepare.build_dataset = lambda *args, **kwargs: Source()
 sys.exit(run_job(train.main))

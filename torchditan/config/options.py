@@ -174,7 +174,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The images to train on. data/ registers the datasets."""
+    """The images to train on."""
 
     dataset_name: Annotated[str, DATASETS] = "digits"
     """Name of the dataset (docs/data.md), or your own (docs/extending.md)."""

@@ -140,6 +140,11 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def mean_over_ranks(loss: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Mean () of the ranks' losses ()."""
+    return sum_over_ranks(loss.clone()) / world_size
+
+
 def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Elementwise maximum of a tensor over all ranks, in place."""
     if dist.get_world_size() > 1:

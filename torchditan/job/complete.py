@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Complete a configuration: the dataset, the ranks and a stored run fill in the options that are left open.
 
-Configurations are frozen: `complete` returns a new one. Only this module completes configurations.
+Configurations are frozen: `complete` returns a new one.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class TextEmbeddings(Conditioning):
     Args:
         tensors: the tensors of a batch.
         kept: those that do not depend on the caption (the first frame of a video); the null condition keeps them.
-        null: embeddings of the empty caption, one sample of each; None: zeros, as in a benchmark.
+        null_tensors: embeddings of the empty caption, one sample of each; None: zeros, as in a benchmark.
         guidance: guidance scale, for a model that embeds one: `cond["guidance"]` (B,) float32.
     """
 

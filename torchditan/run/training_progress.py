@@ -14,7 +14,7 @@ class Progress:
     step: int = 0
     """Optimizer steps done."""
     images_seen: int = 0
-    """Samples that the weights learned from, over all ranks."""
+    """Samples in the batches of these steps, over all ranks."""
     elapsed_s: float = 0.0
     """Seconds spent training, including those before a resume."""
     position: int = 0
