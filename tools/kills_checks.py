@@ -73,7 +73,8 @@ def compare(run: Path, reference: Path, plan: Plan) -> tuple[dict[str, str], dic
 
 def final_state(run: Path) -> dict[str, Tensor]:
     """All tensors of the last checkpoint."""
-    from torchditan.checkpoint.loading import latest_checkpoint, read_state
+    from torchditan.checkpoint.files import latest_checkpoint
+    from torchditan.checkpoint.loading import read_state
 
     last = latest_checkpoint(run / "checkpoint")
     assert last is not None
