@@ -42,6 +42,15 @@ class Model:
         return (self.side // self.patch_size) ** 2
 
 
+DIGITS_AS_LATENTS = (
+    "--dataset.dataset_name=digits",
+    "--autoencoder.name=haar",
+    "--autoencoder.downsampling=2",
+    "--autoencoder.shift=0",
+    "--autoencoder.scale=1",
+    "--num_heads=4",
+)
+"""Flags of an import: these models draw digits, in latents of 4 x 4 x 4."""
 DIT = Model(output_channels=8)
 SIT = Model(output_channels=8)
 REPA = Model(num_projectors=1)

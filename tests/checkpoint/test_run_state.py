@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
+from tiny_runs import KEEP, TINY
 from torch import nn
 
 from torchditan.checkpoint.loading import read_state
@@ -29,14 +30,10 @@ if TYPE_CHECKING:
 
 BATCH = 4
 SMALL = [
-    "--model.flavor=debugmodel",
-    "--model.patch_size=2",
-    "--dataset.num_workers=0",
-    "--training.mixed_precision_param=float32",
+    *TINY,
+    *KEEP,
     f"--training.global_batch_size={BATCH}",
-    "--metrics.enable_sampling=false",
     "--metrics.experiment_name=run",
-    "--checkpoint.enable_checkpoint",
     "--checkpoint.interval=2",
     "--checkpoint.keep_latest_k=0",
     "--training.on_nonfinite=rollback",

@@ -356,10 +356,10 @@ def test_an_unreadable_image_is_named_or_left_out_before_it_is_encoded(tmp_path:
     inside = bytearray(buffer.getvalue())
     inside[3000:3050] = bytes(50)
     dataset = open_captions(write(tmp_path, PAIRS))
-    told = r"a.png: not a readable image \(.*\); repair or remove it, .*--dataset.corrupt_images skip"
+    message = r"a.png: not a readable image \(.*\); repair or remove it, .*--dataset.corrupt_images skip"
     write(tmp_path, {"a.png": encode(size=(50, 50))[:50]})  # its end is missing
     for read in (lambda: dataset[0], lambda: open_captions(tmp_path)):
-        with pytest.raises(CorruptImageError, match=told):
+        with pytest.raises(CorruptImageError, match=message):
             read()
     write(tmp_path, {"a.png": b"no", "b.png": b"no", "b.txt": "b", "inside.png": bytes(inside), "inside.txt": "c"})
     with pytest.raises(CorruptImageError, match=r"a.png: .*remove it.*; b.png: .*remove it"):

@@ -155,7 +155,7 @@ def categories() -> bytes:
     return parquet(*[pyarrow.scalar(text) for text in ("grey, 0", "grey, 1", "grey, 0")])
 
 
-# Files -> captions in the order of the images, whose greys are 0, 1, ...; options; and what the user is told.
+# Files -> captions in the order of the images, whose greys are 0, 1, ...; options; and a line of the summary.
 CAPTIONS: dict[str, tuple[Any, list[str], dict[str, Any], str]] = {
     "pairs": ({**PAIRS, "1.txt": "\ufeff grey,\n 1 ", ".hidden.txt": "no", ".git/x.png": b"no"}, [], {}, "2 of 2"),
     "webp below": ({"a.png": picture(0), "a.txt": "grey, 0", "b/c.webp": picture(1, suffix=".webp", lossless=True),
@@ -213,12 +213,12 @@ CAPTIONS: dict[str, tuple[Any, list[str], dict[str, Any], str]] = {
 @pytest.mark.parametrize("layout", CAPTIONS)
 def test_captions(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HOW_TO_READ, ".xyz", "pip install xyz")
-    files, captions, options, told = CAPTIONS[layout]
+    files, captions, options, line = CAPTIONS[layout]
     dataset = opened(write(tmp_path, files() if callable(files) else files), "captions", **options)
     assert dataset.captions == (captions or ["grey, 0", "grey, 1"])
     assert [dataset[i]["caption"] for i in range(len(dataset))] == dataset.captions
     assert greys_in_order(dataset) == list(range(len(dataset)))
-    assert any(told in line for line in dataset.reading), dataset.reading
+    assert any(line in read for read in dataset.reading), dataset.reading
 
 
 MANY = pictures(*(f"{n:02}.png" for n in range(20)), captions=True)

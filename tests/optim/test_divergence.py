@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tiny_runs import KEEP, TINY
 
 from torchditan.checkpoint.loading import read_numbers, read_progress, read_state
 from torchditan.data_stream.loader import TrainingStream
@@ -24,15 +25,10 @@ if TYPE_CHECKING:
 
 BATCH = 4
 SMALL = [
-    "--model.flavor=debugmodel",
-    "--model.patch_size=2",
-    "--dataset.num_workers=0",
-    "--training.mixed_precision_param=float32",
+    *TINY,
+    *KEEP,
     f"--training.global_batch_size={BATCH}",
-    "--metrics.enable_sampling=false",
-    "--metrics.log_freq=1",
     "--metrics.experiment_name=run",
-    "--checkpoint.enable_checkpoint",
     "--checkpoint.interval=10",
     "--training.on_nonfinite=rollback",
 ]

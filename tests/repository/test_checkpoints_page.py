@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from own_reading import DIT, LIGHTNINGDIT, REPA, SIT, random_weights
+from own_reading import DIGITS_AS_LATENTS, DIT, LIGHTNINGDIT, REPA, SIT, random_weights
 
 from torchditan.config.options import Config, flatten
 
@@ -28,16 +28,8 @@ MODELS = {
     "lightningdit": replace(LIGHTNINGDIT, side=4, channels=4, output_channels=4),
 }
 """By `--format`."""
-SMALL_DATA = (
-    "--dataset.dataset_name=digits",
-    "--autoencoder.name=haar",
-    "--autoencoder.downsampling=2",
-    "--autoencoder.shift=0",
-    "--autoencoder.scale=1",
-    "--num_heads=4",
-)
 SMALLER = {
-    "import": SMALL_DATA,
+    "import": DIGITS_AS_LATENTS,
     "generate": ("--classes=2,3", "--sampling.num_steps=3", "--sampling.images_per_class=1"),
     "evaluate": ("--metrics=classifier", "--num_samples=10", "--sampling.num_steps=2", "--epochs=1"),
     "train": ("--training.steps=10", "--training.batch_size=4", "--dataset.num_workers=0", "--sampling.num_steps=2"),

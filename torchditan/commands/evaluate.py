@@ -80,7 +80,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="from the model's output to 8 bits (default: nearest; ADM's scripts round down)",
     )
     add_float32_matmul_precision(parser)
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
     parser.add_argument("--reference", type=Path, help=".npz of images or statistics that replaces the training images")
     parser.add_argument(

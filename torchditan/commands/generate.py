@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this command, and the remaining `--sampling.*` flags for the configuration."""
     parser = RunParser(__doc__)
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument(
         "--prompts", nargs="+", help="texts to draw, or @FILE with one per line (default: sampling.prompts)"
     )

@@ -60,7 +60,7 @@ def _epilog(shown: list[str]) -> str | None:
 
 
 class RunParser(ScriptParser):
-    """Parses a run directory and the step of a checkpoint. The remaining flags replace the run's own settings."""
+    """Parses a run directory and which of its weights. The remaining flags replace the run's own settings."""
 
     def __init__(self, description: str | None, *, is_run_required: bool = True) -> None:
         paths = ("autoencoder.path", "dataset.root_dir", "model.path", "text_encoder.path")
@@ -72,7 +72,7 @@ class RunParser(ScriptParser):
             nargs=number,
             help="run directory, such as outputs/quickstart, or a shared model (docs/checkpoints.md)",
         )
-        self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+        add_weights_choice(self)
 
     def error(self, message: str) -> NoReturn:
         is_alone = message.endswith("required: run")

@@ -27,7 +27,7 @@ After you change `torchditan/config/options.py`, run `python -m torchditan.confi
 - A dash as the default means that the option is left open. The dataset, the model preset or another option fills it in.
 - **fixed** marks an option that decides what a run learns. It cannot change in an existing run: to change it, start a
   new run. All other options may change when a run resumes. For
-  `training.steps`, [the schedule sets limits](checkpoints.md).
+  `training.steps`, [the schedule sets limits](checkpoints.md#resume).
 """
 
 

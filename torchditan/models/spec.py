@@ -23,7 +23,7 @@ class TensorSpec(NamedTuple):
 
 
 class Conditioning:
-    """Converts a batch to the model's `cond`, and removes the condition. As it is, there is no condition."""
+    """Converts a batch to the model's `cond`, and removes the condition. The defaults suit a model without one."""
 
     tensors: Mapping[str, TensorSpec] = MappingProxyType({})
     """Tensors that a batch must contain, by name."""

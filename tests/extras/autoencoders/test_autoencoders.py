@@ -139,7 +139,7 @@ class TinyEncoder(nn.Module):
         mean, logvar = self.smooth(nn.functional.silu(hidden)).chunk(2, dim=1)
         if self.formulation == "VAE":
             return mean + torch.exp(0.5 * logvar) * torch.randn_like(mean), (mean, logvar)
-        if self.formulation == "AE":  # what NVIDIA's files give that are no VAE
+        if self.formulation == "AE":  # NVIDIA's files of autoencoders without a variance
             return mean, (torch.tensor([0.0]), torch.tensor([0.0]))
         return images.mean((2, 3)) if self.formulation == "pooled" else mean
 

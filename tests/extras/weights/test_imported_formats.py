@@ -15,6 +15,7 @@ import pytest
 import torch
 from cards import card
 from own_reading import (
+    DIGITS_AS_LATENTS,
     DIT,
     LIGHTNINGDIT,
     REPA,
@@ -48,14 +49,6 @@ if TYPE_CHECKING:
     from tests.zoo import Zoo
 
 TINY_SIT = replace(SIT, side=4)  # digits in latents of 4 x 4 x 4
-DIGITS = (
-    "--dataset.dataset_name=digits",
-    "--autoencoder.name=haar",
-    "--autoencoder.downsampling=2",
-    "--autoencoder.shift=0",
-    "--autoencoder.scale=1",
-    "--num_heads=4",
-)
 TRAIN = (
     "--dataset.num_workers=0",
     "--training.steps=2",
@@ -111,7 +104,7 @@ def draw(run: Path, **sampling: Any) -> tuple[Tensor, Tensor]:
 
 def test_samples_of_sit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
     weights = random_weights(TINY_SIT)
-    run = imported(save(tmp_path / "SiT.pt", weights), "sit", run_script, *DIGITS)
+    run = imported(save(tmp_path / "SiT.pt", weights), "sit", run_script, *DIGITS_AS_LATENTS)
     samples, noise = draw(run, sampler="euler", num_steps=6)
     options: dict[str, Any] = {"num_steps": 6, "scale": 4.0}
     theirs = euler_samples(weights, TINY_SIT, noise, LABELS, **options, channels=3)
@@ -123,7 +116,7 @@ def test_samples_of_sit_are_those_of_an_own_reading(tmp_path: Path, run_script: 
 def test_samples_of_lightningdit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
     model = replace(LIGHTNINGDIT, side=4, channels=4, output_channels=4)
     weights = random_weights(model)
-    run = imported(save(tmp_path / "weights.pt", weights), "lightningdit", run_script, *DIGITS)
+    run = imported(save(tmp_path / "weights.pt", weights), "lightningdit", run_script, *DIGITS_AS_LATENTS)
     samples, noise = draw(run, num_steps=9)
     options: dict[str, Any] = {"num_steps": 9, "scale": 6.7, "channels": 3}
     theirs = euler_samples(weights, model, noise, LABELS, **options, shift=0.3, guided_from=0.125)
@@ -135,7 +128,7 @@ def test_samples_of_lightningdit_are_those_of_an_own_reading(tmp_path: Path, run
 def test_samples_of_repa_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
     model = replace(REPA, side=4)
     weights = random_weights(model)
-    run = imported(save(tmp_path / "weights.pt", weights), "repa", run_script, *DIGITS)
+    run = imported(save(tmp_path / "weights.pt", weights), "repa", run_script, *DIGITS_AS_LATENTS)
     samples, noise = draw(run, sampler="euler", num_steps=8)
     theirs = repa_samples(weights, model, noise, LABELS, num_steps=8, scale=1.8, guided_until=0.7)
     assert (samples - theirs).abs().max() < 1e-4
@@ -147,7 +140,7 @@ def test_samples_of_dit_are_those_of_an_own_reading(tmp_path: Path, run_script: 
     """Ancestral steps with learned variance, guided on three channels, relative to their size."""
     model = replace(DIT, side=4)
     weights = random_weights(model)
-    run = imported(save(tmp_path / "weights.pt", weights), "dit", run_script, *DIGITS)
+    run = imported(save(tmp_path / "weights.pt", weights), "dit", run_script, *DIGITS_AS_LATENTS)
     samples, noise = draw(run, num_steps=5)
     numbers = [label << 32 for label in LABELS.tolist()]
     step_noise = [normal(5, f"sample step {step}", numbers, (4, 4, 4)) for step in range(5)]
@@ -168,7 +161,7 @@ def test_either_set_of_a_training_file_is_read_under_any_prefix(
         assert torch.equal(found.tensor("pos_embed"), weights[f"{prefix}pos_embed"])
         name = "blocks.0.attn.qkv.weight"
         assert torch.equal(found.tensor(name), weights[f"{prefix}{name}"])
-    run = imported(path, "sit", run_script, "--weights=raw", *DIGITS)
+    run = imported(path, "sit", run_script, "--weights=raw", *DIGITS_AS_LATENTS)
     assert not read_config(run)["config"]["ema"]["enable"]
     state = load_file(run / "checkpoint/step-00000000.safetensors")
     assert torch.equal(state["blocks.0.attn.qkv.weight"], sets[1][f"{prefix}blocks.0.attn.qkv.weight"])
@@ -210,7 +203,7 @@ def test_training_continues_with_the_written_configuration(
     format: str, model: Model, tmp_path: Path, run_script: RunScript
 ) -> None:
     weights = random_weights(model)
-    run = imported(save(tmp_path / "weights.pt", weights), format, run_script, *DIGITS)
+    run = imported(save(tmp_path / "weights.pt", weights), format, run_script, *DIGITS_AS_LATENTS)
     outcome = run_script("train.py", f"--job.config_file={run}/continue.toml", *TRAIN, "--optimizer.lr=0")
     assert outcome.code == 0, outcome.err
     assert f"started from the weights of {run}, step 0 (ema)\n" in outcome.out  # no option differs
@@ -228,7 +221,7 @@ def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScri
     """A table of 12 classes, of which digits has 10; the null row stays the last one."""
     weights = random_weights(TINY_SIT)
     path = save(tmp_path / "weights.pt", weights)
-    run = imported(path, "sit", run_script, *DIGITS, "--num_classes=12")
+    run = imported(path, "sit", run_script, *DIGITS_AS_LATENTS, "--num_classes=12")
     trained = TrainedModel.open(run)
     table = weights["y_embedder.embedding_table.weight"]
     stored = trained.model.state_dict()["y_embedder.embedding_table.weight"]
@@ -265,7 +258,7 @@ def test_a_registered_format_is_imported(
     for prefix, format in (("net.", "my_sit:convert"), ("module.", "mine prefix=module.")):
         weights = {f"{prefix}{name}": value for name, value in random_weights(TINY_SIT).items()}
         file = save(tmp_path / "weights.pt", weights)
-        outcome = run_script("torchditan", "import", file, f"run_{prefix}", f"--format={format}", *DIGITS)
+        outcome = run_script("torchditan", "import", file, f"run_{prefix}", f"--format={format}", *DIGITS_AS_LATENTS)
         assert outcome.code == 0, outcome.err
     outcome = run_script("torchditan", "import", file, "new", "--format=mine suffix=x")
     assert outcome.code == 2
@@ -391,7 +384,7 @@ def test_wrong_arguments_are_one_line(
 
 def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
-    run = imported(path, "sit", run_script, *DIGITS)
+    run = imported(path, "sit", run_script, *DIGITS_AS_LATENTS)
     found = about_run(run, TrainedModel.open(run).config, read_config(run), weights="ema")
     assert (found["imported"]["file"], found["imported"]["format"]) == ("weights.pt", "sit")
     assert not {"ema_decay", "training_seed", "training_versions"} & found.keys()
@@ -412,7 +405,7 @@ def test_older_files_of_repa_have_decoder_blocks() -> None:
 
 def test_training_continues_on_stored_latents(zoo: Zoo, tmp_path: Path, run_script: RunScript) -> None:
     latents = zoo("latents").parent / "inputs/latents"
-    data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", *DIGITS[1:])
+    data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", *DIGITS_AS_LATENTS[1:])
     run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *data)
     outcome = run_script("train.py", f"--job.config_file={run}/continue.toml", *TRAIN)
     assert outcome.code == 0, outcome.err
