@@ -388,7 +388,7 @@ class Trainer:
         means: dict[str, torch.Tensor] = {}
         for micro_batch in range(self.plan.num_micro_batches):
             batch, randomness = self.next_batch(batches, step)
-            if isinstance(self.model, FSDPModule):  # all but one process in float32
+            if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
             losses, numbers = split(self.objective.loss(self.model, batch, randomness))  # (B,)
             # Gradients are averaged over ranks, so each rank divides by its number of samples of the global batch.

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""`fully_shard` gives every mode its precision; one process in float32 trains the plain module, to the same bits."""
+"""One process trains the plain module, in every precision to the same bits as under `fully_shard`."""
 
 from __future__ import annotations
 
@@ -99,13 +99,14 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert [i for i, pair in enumerate(zip(left, right, strict=True)) if not torch.equal(*pair)] == []
 
 
+@pytest.mark.parametrize("param_dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize(("num_micro_batches", "checkpointing"), [(1, "none"), (3, "full")])
-def test_one_process_in_float32_trains_the_plain_model_as_under_fully_shard_to_the_bit(
-    num_micro_batches: int, checkpointing: str, mesh: DeviceMesh
+def test_one_process_trains_the_plain_model_as_under_fully_shard_to_the_bit(
+    param_dtype: torch.dtype, num_micro_batches: int, checkpointing: str, mesh: DeviceMesh
 ) -> None:
-    options: dict[str, Any] = {"param_dtype": FLOAT32, "checkpointing": checkpointing}
+    options: dict[str, Any] = {"param_dtype": param_dtype, "checkpointing": checkpointing}
     plain, sharded = (built(apply, mesh, **options) for apply in (parallelize, shard))
-    assert not plain._forward_pre_hooks and not isinstance(plain, FSDPModule)
+    assert bool(plain._forward_pre_hooks) == (param_dtype == BFLOAT16) and not isinstance(plain, FSDPModule)
     assert isinstance(sharded, FSDPModule)
     assert_equal(*(train(model, num_micro_batches=num_micro_batches) for model in (plain, sharded)))
 
@@ -136,9 +137,7 @@ def test_two_forwards_may_precede_their_backward_passes(checkpointing: str, mesh
         if together:
             (loss_of(model, 0) + loss_of(model, 1)).backward()
         else:
-            model.set_requires_gradient_sync(False)
             loss_of(model, 1).backward()
-            model.set_requires_gradient_sync(True)
             loss_of(model, 0).backward()
         return [full(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
 

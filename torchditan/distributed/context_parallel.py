@@ -117,7 +117,7 @@ class TokenGroup:
         if not torch.is_grad_enabled():
             return mix_tokens(q, k, v, mask)
         # (degree, 3, B, H / degree, n, K): before the exchange dimension 0 counts the heads, and then the tokens.
-        x = torch.stack([part.unflatten(1, (self.degree, -1)).movedim(1, 0) for part in (q, k, v)], dim=1)
+        x = torch.stack([part.type_as(v).unflatten(1, (self.degree, -1)).movedim(1, 0) for part in (q, k, v)], dim=1)
         x = self.exchange(x).movedim(0, 3).flatten(3, 4)[..., : self.num_tokens, :]
         x = mix_tokens(*x.unbind(), mask)  # (B, H / degree, T, K)
         if padding := self.degree * q.shape[2] - self.num_tokens:

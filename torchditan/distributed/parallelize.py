@@ -2,9 +2,9 @@
 """One way to parallelise any model: activation checkpointing -> compile -> fully_shard.
 
 Notable:
-- `fully_shard` gives every mode its precision and its communication: FSDP, HSDP, DDP (a mesh with one shard) and one
-  process that casts its weights. All have float32 master weights and the same precision policy. One process in float32
-  has nothing to cast or send, and trains the plain module;
+- `fully_shard` gives several processes their precision and their communication: FSDP, HSDP and DDP (a mesh with one
+  shard). One process trains the plain module, in lower precision by copies of its weights (working_weights.py). All
+  modes have float32 master weights and the same precision;
 - inputs are not cast (t and x_t stay float32). The patch and timestep embeddings cast them to the dtype of their
   weights;
 - compile and checkpointing replace `block.forward` on the instance, so parameter names never change.
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 
 from torchditan.config.options import Compile
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.distributed.working_weights import compute_in
 
 
 def parallelize(
@@ -66,11 +67,14 @@ def parallelize(
         from torchditan.distributed.compilation import compile_model
 
         compile_model(model, blocks=blocks, options=compile, checkpoints=activation_checkpoint != "none")
-    if not _trains_plain(model, mesh=mesh, dtypes={param_dtype, reduce_dtype}, cpu_offload=cpu_offload):
-        is_one_graph = compile is not None and compile.scope == "model"
+    is_one_graph = compile is not None and compile.scope == "model"
+    units = nn.ModuleList() if is_one_graph else blocks
+    if mesh.size() == 1 and not cpu_offload and not _copies_frozen(blocks, param_dtype):
+        compute_in(param_dtype, model, blocks=units)
+    else:
         shard(
             model,
-            blocks=nn.ModuleList() if is_one_graph else blocks,
+            blocks=units,
             mesh=mesh,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
@@ -80,10 +84,10 @@ def parallelize(
     return model
 
 
-def _trains_plain(model: nn.Module, *, mesh: DeviceMesh, dtypes: set[torch.dtype], cpu_offload: bool) -> bool:
-    """Whether `fully_shard` has nothing to do: one process, and weights that are stored as they are computed with."""
-    stored = {parameter.dtype for parameter in model.parameters()}
-    return mesh.size() == 1 and not cpu_offload and stored | dtypes == {torch.float32}
+def _copies_frozen(blocks: nn.ModuleList, param_dtype: torch.dtype) -> bool:
+    """Whether blocks compute with copies of frozen weights. `fully_shard` frees these between forward and backward."""
+    frozen = (weight for weight in blocks.parameters() if not weight.requires_grad)
+    return any(weight.is_floating_point() and weight.dtype != param_dtype for weight in frozen)
 
 
 def shard(

@@ -18,17 +18,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
     """softmax(q k^T / sqrt(K)) v, (B, H, N, K).
 
     Args:
-        q: (B, H, N, K). `k` and `v`: (B, H, M, K), of the same dtype.
+        q: (B, H, N, K). `k` and `v`: (B, H, M, K). `q` and `k` may be float32 where `v` has another dtype.
         mask: bool that broadcasts to (B, H, N, M), false for keys that a query ignores. Every query has at least one.
     """
-    if q.device.type == "cpu" and is_faster_by_products(q, k):
+    if q.device.type == "cpu" and is_faster_by_products(q, v):
         return attention_by_products(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q.type_as(v), k.type_as(v), v, attn_mask=mask)
 
 
-def is_faster_by_products(q: torch.Tensor, k: torch.Tensor) -> bool:
+def is_faster_by_products(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a CPU attends faster by `attention_by_products` than by torch's kernel: bfloat16 and few tokens."""
-    return q.dtype == torch.bfloat16 and q.shape[-2] * k.shape[-2] <= _MOST_PAIRS
+    return v.dtype == torch.bfloat16 and q.shape[-2] * v.shape[-2] <= _MOST_PAIRS
 
 
 def attention_by_products(

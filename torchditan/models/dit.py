@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from torch import nn
 
 from torchditan.models.attention import attention
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform, fill
+from torchditan.models.rms_norm import RMSNorm, at_least_float32
 from torchditan.registry import BLOCKS, registered
 
 if TYPE_CHECKING:
@@ -215,10 +216,6 @@ def rope_table(config: DiTConfig, height: int, width: int, device: torch.device)
     return torch.stack([angle.cos(), angle.sin()], dim=-1).unsqueeze(1)
 
 
-def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rotate neighbouring pairs of the head dimension by the angles of `rope`, in float32 or, for x in it, float64.
 
@@ -254,8 +251,18 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
 
 def build_norm(norm_type: str, dim: int) -> nn.Module:
     if norm_type == "rmsnorm":
-        return nn.RMSNorm(dim, eps=NORM_EPS)
+        return RMSNorm(dim, eps=NORM_EPS)
     return nn.LayerNorm(dim, eps=NORM_EPS, elementwise_affine=norm_type == "layernorm")
+
+
+def build_qk_norm(config: DiTConfig) -> nn.Module:
+    """The norm of queries or keys, over a head."""
+    if not config.qk_norm:
+        return nn.Identity()
+    head_dim = config.width // config.num_heads
+    if config.norm_type == "rmsnorm":
+        return RMSNorm(head_dim, eps=NORM_EPS, stays_float32=True)
+    return build_norm(config.norm_type, head_dim)
 
 
 class PatchEmbed(nn.Module):
@@ -317,16 +324,39 @@ class TextEmbedder(nn.Module):
 
 
 class WordConvolution(nn.Module):
-    """Depthwise convolution over the words of a caption. No matrix product, so it counts no FLOPs."""
+    """Depthwise convolution over the words of a caption."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.width, config.text_kernel))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        kernel = self.weight.shape[1]
-        windows = F.pad(words, (0, 0, kernel // 2, kernel // 2)).unfold(1, kernel, 1)  # (B, L, D, K)
-        return (windows * self.weight).sum(-1)  # (B, L, D)
+        output: torch.Tensor = _ConvolveWords.apply(words, self.weight)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _ConvolveWords(torch.autograd.Function):
+    """Words (B, L, D) and weight (D, K) -> (B, L, D). On a CPU, torch's gradient of the weight is slow."""
+
+    @staticmethod
+    def forward(ctx: Any, words: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(words, weight)
+        return _convolve(words, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        words, weight = ctx.saved_tensors
+        length, kernel = words.shape[1], weight.shape[1]
+        padded = F.pad(words, (0, 0, kernel // 2, kernel // 2))
+        shifted = (padded[:, start : start + length] for start in range(kernel))
+        of_weight = torch.stack([(part * gradient).sum((0, 1)) for part in shifted], dim=1)
+        return _convolve(gradient, weight.flip(1)), of_weight
+
+
+def _convolve(words: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    width, kernel = weight.shape
+    images = words.mT.unsqueeze(2)  # (B, D, 1, L): faster than conv1d on a CPU
+    return F.conv2d(images, weight[:, None, None], padding=(0, kernel // 2), groups=width).squeeze(2).mT
 
 
 class Attention(nn.Module):
@@ -334,8 +364,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.width // config.num_heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.q_norm = build_norm(config.norm_type, self.head_dim) if config.qk_norm else nn.Identity()
-        self.k_norm = build_norm(config.norm_type, self.head_dim) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = build_qk_norm(config), build_qk_norm(config)
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor | None, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -364,8 +393,7 @@ class CrossAttention(nn.Module):
         self.head_dim = config.width // config.num_heads
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
-        self.q_norm = build_norm(config.norm_type, self.head_dim) if config.qk_norm else nn.Identity()
-        self.k_norm = build_norm(config.norm_type, self.head_dim) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = build_qk_norm(config), build_qk_norm(config)
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

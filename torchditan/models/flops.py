@@ -4,7 +4,7 @@
 Notable:
 - counted on the meta device for one sample, or for as many as the objective needs at once; forward and backward,
   without the recomputation of activation checkpointing;
-- a multiply-add is 2 FLOPs. As usual for MFU, only matrix products count;
+- a multiply-add is 2 FLOPs. As usual for MFU, only matrix products and convolutions count;
 - work per token, per image and per condition is counted separately: adaLN weights multiply one vector per image, and
   counting them per token would inflate the MFU of a DiT-L by nearly a half;
 - frozen weights count with their forward and the input gradient, without the weight gradient.
@@ -33,7 +33,7 @@ class ModelFlops:
     """FLOPs of the training step of one sample, forward and backward."""
 
     per_token: float
-    """Linear layers over tokens, for one token of the image."""
+    """Linear layers over tokens, for one token of the image, with the few FLOPs that belong to no other term."""
     num_tokens: int
     attention: int
     """Matrix products of attention, all tokens with all tokens."""

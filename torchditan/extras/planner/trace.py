@@ -277,7 +277,7 @@ class DeviceKernels(TorchFunctionMode):
         **_options: Any,
     ) -> torch.Tensor:
         aten = torch.ops.aten
-        if self.kernels == "cpu" and self.is_own and is_faster_by_products(query, key):
+        if self.kernels == "cpu" and self.is_own and is_faster_by_products(query, value):
             return attention_by_products(query, key, value, attn_mask)
         if self.kernels == "cpu":
             bias = _attention_bias(query, key, attn_mask)
