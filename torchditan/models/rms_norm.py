@@ -34,17 +34,13 @@ class RMSNorm(nn.RMSNorm):
         self.stays_float32 = stays_float32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return super().forward(x)
-        assert self.eps is not None
-        return rms_norm_on_cpu(x, self.weight, self.eps, stays_float32=self.stays_float32)
+        is_eager_on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        return self.forward_on_cpu(x) if is_eager_on_cpu else super().forward(x)
 
-
-def rms_norm_on_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float, *, stays_float32: bool = False) -> torch.Tensor:
-    """x r weight, (..., D), with r from x and eps as above. Arguments as in `RMSNorm`."""
-    dtype = torch.promote_types(x.dtype, torch.float32) if stays_float32 else x.dtype
-    output: torch.Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
-    return output
+    def forward_on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32) if self.stays_float32 else x.dtype
+        output: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps, dtype)  # type: ignore[no-untyped-call]
+        return output
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -7,7 +7,8 @@ Notable:
 - gathers and reductions, and when their memory is freed, follow FSDP2 of torch 2.11 to 2.13 as parallelize.py uses it.
   One block and the all-gather of the next are in memory at a time. Gradients are reduced in float32 through a copy that
   the next block's reduction frees;
-- one process in float32 trains the plain module: nothing is gathered, and autograd's gradients are the optimizer's;
+- one process trains the plain module: "gathered" are its copies of weights in lower precision, whose gradients are cast
+  block by block. In float32 there are none, and autograd's gradients are the optimizer's;
 - the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
   (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
@@ -177,10 +178,10 @@ class _Unit:
 
 
 def _trains_plain(parameters: Parameters, layout: Layout) -> bool:
-    """Whether one process trains the plain module in float32, by the rule of parallelize.py."""
+    """Whether one process trains the plain module, by the rule of parallelize.py."""
     is_alone = layout.num_shards == layout.num_replicas == 1 and not layout.cpu_offload
-    stored = {(weight.itemsize, weight.is_floating_point) for weight in parameters.all}
-    return is_alone and layout.param_bytes == layout.reduce_bytes == FLOAT32 and stored == {(FLOAT32, True)}
+    frozen = [weight for block in parameters.blocks for weight in block if not weight.is_trained]
+    return is_alone and all(weight.gathered_itemsize(layout.param_bytes) == weight.itemsize for weight in frozen)
 
 
 def _managed(weights: Sequence[Weight], layout: Layout) -> list[Weight]:
@@ -240,8 +241,10 @@ class _Step:
         """Bytes of activations saved for the backward pass."""
         self.layout, self.constant = layout, constant
         units = [_unit(weights, layout) for weights in (*parameters.blocks, parameters.root)]
-        if _trains_plain(parameters, layout):
-            units = [dataclasses.replace(unit, gathered=0, reduced=0) for unit in units]
+        self.is_plain = _trains_plain(parameters, layout)
+        if self.is_plain:
+            copies = 0 if layout.param_bytes == FLOAT32 else 1
+            units = [dataclasses.replace(unit, gathered=copies * unit.gathered, reduced=0) for unit in units]
         self.blocks, self.root = units[:-1], units[-1]
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in _managed(block, layout))
         self.remaining = 0.0 if has_frozen else 1.0
@@ -343,7 +346,8 @@ class _Step:
         """Until the last micro-batch every rank keeps its gradients unsharded, in the dtype of the reduction."""
         if self.layout.num_micro_batches == 1:
             return 0
-        return self.layout.reduce_bytes * unit.gradient // self.layout.param_bytes
+        itemsize = FLOAT32 if self.is_plain else self.layout.reduce_bytes
+        return itemsize * unit.gradient // self.layout.param_bytes
 
     def _gathered_in_gather(self, i: int) -> float:
         before = self.blocks[i - 1].gathered if i > 0 else self.root.gathered
@@ -367,6 +371,8 @@ class _Step:
         return self.remaining * sum(block.gathered for block in self.blocks[:stop])
 
     def _working_in_reduction(self, block: _Unit) -> float:
+        if self.is_plain:
+            return block.shard + (block.gradient if self.layout.param_bytes != FLOAT32 else 0)
         own_gradient = 0 if self.layout.num_micro_batches > 1 else block.gradient
         is_cast = self.layout.reduce_bytes != FLOAT32
         output = block.shard + (block.reduced / self.layout.num_shards if is_cast else 0)

@@ -36,6 +36,7 @@ from torchditan.distributed.context_parallel import split_tokens
 from torchditan.extras.planner.recorder import StepRecorder, list_tensors
 from torchditan.models.attention import attention_by_products, is_faster_by_products
 from torchditan.models.dit import DiT
+from torchditan.models.rms_norm import RMSNorm
 from torchditan.models.spec import ModelSpec
 
 Checkpointing = Literal["none", "full", "op"]
@@ -194,6 +195,10 @@ def _record(
     replacing = functools.partial(DeviceKernels, kernels, is_own=isinstance(model, DiT))
     for block in blocks:  # backward recomputes blocks with the mode below switched off
         block.forward = _with_kernels(replacing, block.forward)
+    if kernels == "cpu":
+        for module in model.modules():
+            if isinstance(module, RMSNorm):
+                module.forward = module.forward_on_cpu  # type: ignore[method-assign]
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
     inputs = [*model.parameters(), *model.buffers(), *batch.values()]
@@ -259,7 +264,9 @@ class DeviceKernels(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and forward_ad.unpack_dual(args[0]).tangent is not None:
+        if func not in (F.scaled_dot_product_attention, F.rms_norm):
+            return func(*args, **kwargs)
+        if args and forward_ad.unpack_dual(args[0]).tangent is not None:
             return func(*args, **kwargs)  # a forward derivative, for which the kernels have none
         if func is F.scaled_dot_product_attention and self.kernels != "math":  # the meta device decomposes that
             return self._attention(*args, **kwargs)

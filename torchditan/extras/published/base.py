@@ -7,7 +7,7 @@ Notable:
 - diffusers builds the model with its parameters on the meta device and its buffers on the CPU. For 12B parameters this
   takes a second. Weights follow one tensor at a time, read from files or drawn from (seed, name) as for our own models;
 - inputs, above all the timestep, stay float32 up to the first layer that has weights. Those layers, outside the blocks,
-  cast their inputs to the dtype of their weights, which FSDP sets.
+  cast their inputs to the dtype that their weights have during training.
 """
 
 from __future__ import annotations
