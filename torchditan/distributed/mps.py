@@ -2,7 +2,7 @@
 """What training on an Apple GPU (torch's MPS) refuses.
 
 Notable:
-- an Apple GPU trains in one process, in float32 and without torch.compile: the path of the quickstart;
+- an Apple GPU trains in one process and without torch.compile, by default in float32: the path of the quickstart;
 - nothing here has run on Apple hardware.
 """
 
@@ -14,10 +14,6 @@ from torchditan.config.options import Config, flatten
 from torchditan.errors import option_error
 
 _SUPPORTED: dict[str, tuple[Any, str]] = {
-    "training.mixed_precision_param": (
-        "float32",
-        "MPS lacks the streams of fully_shard; must be float32 or auto",
-    ),
     "training.mixed_precision_reduce": ("float32", "is for several ranks, and MPS trains in one process"),
     "training.attention_backend": ("default", "chooses between kernels of CUDA; must be default on MPS"),
     "training.enable_cpu_offload": (False, "MPS lacks the streams of fully_shard; leave it out"),
