@@ -174,17 +174,17 @@ class Scene:
             objects += [(number, Object(group.colour, group.shape, AREAS[size], 0.0, 0.0))] * group.count
         extents = np.array([_extents(one.shape, one.area) for _, one in objects])  # (n, 4): left, top, right, bottom
         owners = np.array([number for number, _ in objects])
-        spans = WIDTH - 2 * _EDGE - extents[:, :2] - extents[:, 2:]  # (n, 2) of x and y
         while True:  # 4 tries on average, and 1,500 for two large triangles beside a third
+            spans = WIDTH - 2 * _EDGE - extents[:, :2] - extents[:, 2:]  # (n, 2) of x and y
             places = _EDGE + extents[:, :2] + draws.random((128, len(objects), 2)) * spans
-            for tries in (places[:8], places[8:]):
-                fits = self._fits(tries - extents[:, :2], tries + extents[:, 2:], owners)
-                if fits.any():
-                    chosen = tries[fits.argmax()].tolist()
-                    return [
-                        Object(one.colour, one.shape, one.area, x, y)
-                        for (_, one), (x, y) in zip(objects, chosen, strict=True)
-                    ]
+            fits = self._fits(places - extents[:, :2], places + extents[:, 2:], owners)
+            if fits.any():
+                chosen = places[fits.argmax()]
+                break
+        return [
+            Object(one.colour, one.shape, one.area, float(x), float(y))
+            for (_, one), (x, y) in zip(objects, chosen, strict=True)
+        ]
 
     def _fits(self, starts: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """(tries,) bool: boxes from `starts` to `ends`, (tries, n, 2) each, are apart and in the relation."""

@@ -74,7 +74,7 @@ class OrderedDataset:
         self.horizontal_flip = horizontal_flip
         self.corrupt_images = corrupt_images
         self.global_batch_size = global_batch_size
-        self._varied = dataset if isinstance(dataset, VariedDataset) else None  # the check takes 30 us
+        self._varied = dataset if isinstance(dataset, VariedDataset) else None  # the check of a protocol is slow
         groups = dataset.groups() if isinstance(dataset, GroupedDataset) else []
         self.groups = groups if len(groups) > 1 else None
         """Indices of the samples of each shape; None if all samples share one shape."""
