@@ -41,8 +41,8 @@ _ENTRIES_PER_FILE = 64
 _SECONDS_PER_FILE = 30.0
 """Longest time between two files: other ranks wait for them, and a killed run loses unwritten entries."""
 _POLL_SECONDS = 0.5
-_KEPT_CAPTIONS = 4096
-"""Embeddings that a lookup keeps, in each worker of a data loader: 36 MB of 17 tokens in bfloat16."""
+_KEPT_CAPTIONS = 2048
+"""Embeddings that a lookup keeps, in each worker of a data loader."""
 
 Entries = dict[str, dict[str, torch.Tensor]]
 
