@@ -94,9 +94,11 @@ FIGURES = (
     Figure("`pytest -m gpu`", "tests", "{passed} passed, {failed} failed, {skipped} skipped", "0 failed"),
     sweep_figure("DiT-L", 128, "compiled"),
     sweep_figure("DiT-L", 128, "eager"),
-    sweep_figure("DiT-XL", 128, "compiled", "45%"),
+    sweep_figure("DiT-XL", 128, "compiled", "45% (H100), 48% (H200)"),
     sweep_figure("DiT-XL", 128, "eager"),
-    sweep_figure("DiT-7B", 4, "compiled", "55%"),
+    sweep_figure("DiT-1B", 128, "compiled", "55%"),
+    sweep_figure("DiT-1B", 128, "eager"),
+    sweep_figure("DiT-7B", 4, "compiled"),
     sweep_figure("DiT-7B", 4, "eager"),
     Figure(
         "float8, time of bfloat16's (DiT-7B/2 with 6 blocks, batch 128, compiled)",
@@ -314,6 +316,7 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
         ),
         sweep("DiT-XL", 128, 120),
         Section("float8", "Float8 against bfloat16", 90, (step_time("f8", "float8", "--turns=5"),), read_step_times),
+        sweep("DiT-1B", 128, 120),
         sweep("DiT-7B", 4, 120),
         Section("sampling", "Drawing images", 80, (step_time("sampling", "sampling", "--turns=3"),), read_step_times),
         Section(

@@ -93,7 +93,6 @@ class Group:
     num_ranks: int = 1
     target: float | None = None
     """Largest time of the first case, as a multiple of the second's."""
-    target_mfu: float | None = None
     missing: str | None = None
     """Why it cannot be measured on this machine."""
 
@@ -220,7 +219,6 @@ def float8(choice: Choice) -> Iterator[Group]:
 
 def sweep(choice: Choice) -> Iterator[Group]:
     """The trainer's step alone, at growing batch sizes until memory runs out: throughput, MFU and memory."""
-    targets = {"DiT-XL": 45.0, "DiT-7B": 55.0}
     missing = None if choice.device.type == "cuda" else "needs a GPU"
     for model in choice.models:
         compiled = Case("ours", model, "bf16", compiled=True, preset="torchditan")
@@ -233,7 +231,7 @@ def sweep(choice: Choice) -> Iterator[Group]:
             cases += [replace(case, flags=(*case.flags, "--float8.enable_float8_linear")) for case in cases[::2]]
         for case in cases:
             for batch_size in choice.batch_sizes or SWEEP_BATCH_SIZES[model]:
-                yield Group("sweep", (case,), batch_size, target_mfu=targets.get(model), missing=missing)
+                yield Group("sweep", (case,), batch_size, missing=missing)
 
 
 SUITES: dict[str, Callable[[Choice], Iterator[Group]]] = {
