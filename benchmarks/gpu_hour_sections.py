@@ -96,7 +96,7 @@ FIGURES = (
     sweep_figure("DiT-L", 128, "eager"),
     sweep_figure("DiT-XL", 128, "compiled", "45% (H100), 48% (H200)"),
     sweep_figure("DiT-XL", 128, "eager"),
-    sweep_figure("DiT-1B", 128, "compiled", "55%"),
+    sweep_figure("DiT-1B", 128, "compiled", "55% (H200)"),
     sweep_figure("DiT-1B", 128, "eager"),
     sweep_figure("DiT-7B", 4, "compiled"),
     sweep_figure("DiT-7B", 4, "eager"),
