@@ -221,10 +221,8 @@ def fill(document: dict[str, Any], target: Path, *, source: str) -> None:
     before, begin, rest = target.read_text(encoding="utf-8").partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     assert begin and end, f"{target} has lost its marks"
-    lines = [
-        f"{document['device_name']}, {document['date'][:10]}, torch {document['versions']['torch']} ({source}):",
-        "",
-    ]
+    card = f"{document['device_name']}, {document['date'][:10]}, torch {document['versions']['torch']}"
+    lines = [f"Measured by `python benchmarks/gpu_hour.py` on one {card} ({source}). Targets of MFU are computed.", ""]
     lines += ["| figure | target | measured | section |", "|---|---|---|---|"]
     missing = {}
     for figure in FIGURES:

@@ -101,13 +101,13 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 @functools.cache
-def model_flops(model: str, preset: str) -> ModelFlops:
-    return count_model_flops(build_spec(Case("ours", model, "fp32", preset=preset)))
+def model_flops(model: str, preset: str, depth: int | None) -> ModelFlops:
+    return count_model_flops(build_spec(Case("ours", model, "fp32", preset=preset, depth=depth)))
 
 
 def flops_per_image(case: Case, *, sampling_steps: int) -> int:
     """Model FLOPs of a step, or of drawing with guidance, per image. The others count those of our model."""
-    flops = model_flops(case.model, case.preset)
+    flops = model_flops(case.model, case.preset, case.depth)
     return flops.total if case.work == "train" else 2 * sampling_steps * flops.forward
 
 

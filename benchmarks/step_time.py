@@ -63,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="where to measure (default: a GPU)"
     )
-    add("--models", nargs="+", choices=list(SAMPLE_SHAPES), help="flavors (default: DiT-S; XL, and 7B alone, on a GPU)")
+    add("--models", nargs="+", choices=list(SAMPLE_SHAPES), help="flavors (default: DiT-S; on a GPU, by suite)")
     add("--variants", nargs="+", choices=VARIANTS, help="precisions and modes (default: all; those of bf16 on a GPU)")
     add("--ranks", type=int, nargs="+", help="numbers of processes (default: 1 and 2; 1 on a GPU)")
     add("--batch_size", type=int, nargs="+", help="images of a step over all ranks (default: by suite)")
@@ -121,8 +121,8 @@ def environment(device: str) -> dict[str, Any]:
 
 def chosen_groups(args: argparse.Namespace) -> list[Group]:
     def of(suite: str) -> list[Group]:
-        largest = ["DiT-XL", "DiT-7B"] if suite == "sweep" else ["DiT-XL"]
-        models = args.models or (["DiT-S"] if args.device == "cpu" else largest)
+        large = {"sweep": ["DiT-XL", "DiT-1B", "DiT-7B"], "float8": ["DiT-7B"]}.get(suite, ["DiT-XL"])
+        models = args.models or (["DiT-S"] if args.device == "cpu" else large)
         sizes = None if args.batch_size is None else tuple(args.batch_size)
         device = torch.device(args.device)
         choice = Choice(device, tuple(models), tuple(args.variants), tuple(args.ranks), sizes, tuple(args.flags))
@@ -163,7 +163,7 @@ def measure_groups(args: argparse.Namespace, head: dict[str, Any], out: Path) ->
 
 
 def result_of(group: Group, rows: list[Row]) -> dict[str, Any]:
-    result: dict[str, Any] = {"suite": group.suite, "target_mfu": group.target_mfu, "rows": rows, "comparison": None}
+    result: dict[str, Any] = {"suite": group.suite, "rows": rows, "comparison": None}
     if len(rows) == 2 and all(row["status"] == "ok" for row in rows):
         result["comparison"] = {**ratio_of(*(row["blocks_s"] for row in rows)), "target": group.target}
     return result
@@ -172,8 +172,9 @@ def result_of(group: Group, rows: list[Row]) -> dict[str, Any]:
 def title_of(group: Group) -> str:
     case = group.cases[0]
     work = "drawing images" if case.work == "sample" else "a training step"
+    model = case.model if case.depth is None else f"{case.model} with {case.depth} blocks"
     processes = "1 process" if group.num_ranks == 1 else f"{group.num_ranks} processes"
-    return f"{group.suite}: {work}, {case.model}, batch {group.batch_size}, {processes}"
+    return f"{group.suite}: {work}, {model}, batch {group.batch_size}, {processes}"
 
 
 def table(result: dict[str, Any]) -> str:

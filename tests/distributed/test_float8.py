@@ -1,5 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Float8 in every model: the converted layers, and that CUDA accepts all of their products."""
+"""Float8 in every model: the converted layers, and that CUDA accepts all of their products.
+
+The models are tiny, so the products are tested with `any_size`, which converts layers too small to gain.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchditan.config.options import Compile, Float8, Model
+from torchditan.distributed import float8
 from torchditan.distributed.float8 import convert_to_float8
 from torchditan.distributed.parallelize import parallelize
 from torchditan.models import build_model_spec
@@ -105,10 +109,37 @@ class CudaRules:
 
 
 @pytest.fixture
-def rules(monkeypatch: pytest.MonkeyPatch) -> CudaRules:
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "is_large_enough", lambda linear: True)
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch, any_size: None) -> CudaRules:
     found = CudaRules()
     monkeypatch.setattr(torch, "_scaled_mm", found)
     return found
+
+
+@pytest.mark.parametrize(
+    ("flavor", "converted", "emulated"),
+    [("DiT-L", [], 4), ("DiT-XL", ["mlp.w12"], 4), ("DiT-7B", ["attn.proj", "attn.qkv", "mlp.w12", "mlp.w3"], 4)],
+)
+def test_only_layers_that_gain_are_converted(flavor: str, converted: list[str], emulated: int) -> None:
+    spec = build_model_spec(
+        Model(flavor=flavor, patch_size=2, overrides=["depth=1"]), sample_shape=(4, 32, 32), num_classes=10
+    )
+
+    def convert(*, emulate: bool) -> tuple[set[str], str]:
+        with torch.device("meta"):
+            model = spec.build()
+        line = convert_to_float8(model=model, spec=spec, config=Float8(True, emulate=emulate), batch_size=2)
+        return layers_in_float8(spec.blocks(model)), line
+
+    layers, line = convert(emulate=False)
+    assert layers == {f"0.{name}" for name in converted}
+    assert line.startswith(f"float8: {len(converted)} of 5 ")
+    assert ("trains without float8" in line) == (not converted)
+    assert len(convert(emulate=True)[0]) == emulated
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,7 +189,7 @@ def test_samples_of_several_shapes_are_accepted_too(rules: CudaRules) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=NEEDS_ROWS)])
-def test_padding_changes_no_number(recipe: Any) -> None:
+def test_padding_changes_no_number(recipe: Any, any_size: None) -> None:
     def gradients(batch_size: int, *, pads: bool) -> dict[str, torch.Tensor]:
         spec = spec_by_name("sd3")
         model = filled(spec)
@@ -175,7 +206,7 @@ def test_padding_changes_no_number(recipe: Any) -> None:
 
 
 @pytest.mark.slow
-def test_float8_is_right_sharded_checkpointed_and_compiled(mesh: DeviceMesh) -> None:
+def test_float8_is_right_sharded_checkpointed_and_compiled(mesh: DeviceMesh, any_size: None) -> None:
     torch.compiler.reset()
     spec = spec_by_name("sd3")
 

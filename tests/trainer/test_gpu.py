@@ -86,8 +86,9 @@ def test_float8_trains_where_the_device_has_it(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs compute capability 8.9")
-    plain = train(tmp_path, "plain")
-    float8 = train(tmp_path, "float8", "--float8.enable_float8_linear", "--training.compile")
+    wide = ("--model.overrides", "depth=1", "width=2560", "num_heads=20", "--optimizer.lr=1e-4")  # else no layer gains
+    plain = train(tmp_path, "plain", *wide)
+    float8 = train(tmp_path, "float8", *wide, "--float8.enable_float8_linear", "--training.compile")
     assert 1e-6 < largest_difference(float8, plain) < 0.1
 
 

@@ -2,8 +2,8 @@
 """Float8 training of the blocks' linear layers, through torchao.
 
 Notable:
-- the model determines which layers benefit: one forward on the meta device counts the input rows of each layer. Layers
-  with one row per image (modulations) stay unchanged. No family needs a list of names;
+- the model determines which layers benefit: torchao's rule looks at their sizes, and one forward on the meta device
+  counts their input rows. Layers with one row per image (modulations) stay unchanged. No family needs a list of names;
 - CUDA's float8 products need an inner dimension that is a multiple of 16. In the weight gradient the inner dimension is
   the number of rows. Layers with another number of rows pad it there with zeros, which do not change the sum.
 """
@@ -65,8 +65,8 @@ def convert_to_float8(
 ) -> str:
     """Replace the linear layers of the blocks by torchao's Float8Linear, in place. Names stay unchanged.
 
-    Layers with one row per image do not benefit and stay unchanged. So do layers whose sizes are not multiples of 16,
-    which the hardware requires.
+    Small layers and layers with one row per image do not benefit and stay unchanged. So do layers whose sizes are not
+    multiples of 16, which the hardware requires. Emulation, which is slow in any layer, converts small ones too.
 
     Args:
         model: built from `spec`.
@@ -76,7 +76,7 @@ def convert_to_float8(
         varied_shapes: whether samples have other shapes in addition to `spec.sample_shape`.
 
     Returns:
-        One line for the log: how many layers were converted, and how many of them pad.
+        One line for the log: how many layers were converted, and how many of them pad, or why there are none.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.config import ScalingType
@@ -91,7 +91,8 @@ def convert_to_float8(
     def gains(linear: nn.Module, name: str) -> bool:
         assert isinstance(linear, nn.Linear)
         fits = linear.in_features % _ALIGNMENT == 0 == linear.out_features % _ALIGNMENT
-        return fits and max(rows_of.get(name, set()), default=0) > batch_size
+        pays = config.emulate or is_large_enough(linear)
+        return fits and pays and max(rows_of.get(name, set()), default=0) > batch_size
 
     # torchao's own entry point also works around a miscompilation of the compiled backward pass.
     convert_to_float8_training(blocks, config=options, module_filter_fn=gains)
@@ -104,8 +105,23 @@ def convert_to_float8(
             pads = products.grad_weight._replace(pad_inner_dim=True)
             converted.linear_mm_config = products._replace(grad_weight=pads)
             num_padded += 1
-    padded = f", {num_padded} of them padded to a multiple of {_ALIGNMENT} rows" if num_padded else ""
-    return f"float8: {len(converted_layers)} of {num_linears} linear layers of the blocks{padded}"
+    line = f"float8: {len(converted_layers)} of {num_linears} linear layers of the blocks"
+    if num_padded:
+        line += f", {num_padded} of them padded to a multiple of {_ALIGNMENT} rows"
+    if not converted_layers and not config.emulate:
+        line += ": none gains below a width of about 2,048, so the run trains without float8"
+    return line
+
+
+def is_large_enough(linear: nn.Linear) -> bool:
+    """Whether products of this size are faster in float8: the thresholds of torchao 0.18 for scales per row.
+
+    torchao measured them on an H100 (`_auto_filter_for_rowwise` in torchao/float8/float8_linear_utils.py). They serve
+    every recipe: its looser ones for scales per tensor select all such layers of DiT-XL/2, which took 1.22 times the
+    time of bfloat16 on an H200, and it has none for `rowwise_with_gw_hp`.
+    """
+    outputs, inputs = linear.weight.shape
+    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
 
 
 def rows_of_linears(spec: ModelSpec, *, batch_size: int) -> dict[str, set[int]]:
