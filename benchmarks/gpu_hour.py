@@ -218,9 +218,6 @@ def shown(value: Any) -> str:
 
 def fill(document: dict[str, Any], target: Path, *, source: str) -> None:
     """Replace what is between the marks of `target` by the figures of the JSON."""
-    before, begin, rest = target.read_text(encoding="utf-8").partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    assert begin and end, f"{target} has lost its marks"
     card = f"{document['device_name']}, {document['date'][:10]}, torch {document['versions']['torch']}"
     lines = [f"Measured by `python benchmarks/gpu_hour.py` on one {card} ({source}). Targets of MFU are computed.", ""]
     lines += ["| figure | target | measured | section |", "|---|---|---|---|"]
@@ -233,6 +230,13 @@ def fill(document: dict[str, Any], target: Path, *, source: str) -> None:
         lines.append(f"| {figure.what} | {figure.target} | {value} | `{figure.section}` |")
     if missing:
         lines += ["", f"Not measured, or not in full: {', '.join(missing)}."]
+    write_between(target, MARKS, lines)
+
+
+def write_between(target: Path, marks: tuple[str, str], lines: Sequence[str]) -> None:
+    before, begin, rest = target.read_text(encoding="utf-8").partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    assert begin and end, f"{target} has lost its marks"
     write_file(target, "".join([before, begin, "\n".join(lines), "\n", end, after]).encode())
 
 
