@@ -49,7 +49,7 @@ class WorkingWeights:
         if not self.weights:  # the constructor may have seen others: leaving the meta device replaces parameters
             self.weights = [dict(owner.named_parameters(recurse=False))[name] for owner, name in self.places]
         self.num_pending += torch.is_grad_enabled()
-        copies: tuple[torch.Tensor, ...] = _Copy.apply(self, *self.weights)  # type: ignore[no-untyped-call]
+        copies: tuple[torch.Tensor, ...] = _Copy.apply(self, *self.weights)
         for (owner, name), weight, copy in zip(self.places, self.weights, copies, strict=True):
             # Also without gradients: activation checkpointing may compute again with this copy.
             vars(owner)[name] = copy if copy.requires_grad else copy.requires_grad_(weight.requires_grad)

@@ -331,7 +331,7 @@ class WordConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.width, config.text_kernel))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _ConvolveWords.apply(words, self.weight)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _ConvolveWords.apply(words, self.weight)
         return output
 
 

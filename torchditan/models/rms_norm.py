@@ -39,7 +39,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward_on_cpu(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32) if self.stays_float32 else x.dtype
-        output: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps, dtype)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps, dtype)
         return output
 
 
@@ -59,10 +59,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, weight, r = ctx.saved_tensors
         g, w = at_least_float32(gradient), at_least_float32(weight)
-        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward.default(
             g, at_least_float32(x), w.shape, torch.zeros_like(r), r, w, None, [True, True, False]
         )
-        of_x += (g @ w).unsqueeze(-1) * r / w.numel()
+        of_x.addcmul_((g @ w).unsqueeze(-1), r, value=1 / w.numel())
         return of_x.type_as(x), of_weight.type_as(weight), None, None
 
     @staticmethod
