@@ -57,7 +57,7 @@ def trainer_step(trainer: Trainer) -> Step:
         finally:
             torch.set_float32_matmul_precision("highest")
 
-    return Step(run, num_parameters(trainer.model), settings, trainer.supervision.close)
+    return Step(run, num_parameters(trainer.model), settings, trainer.resources.close)
 
 
 def num_parameters(model: nn.Module) -> int:

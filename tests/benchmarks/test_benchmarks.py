@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +150,14 @@ def test_a_quick_run_writes_every_row_and_every_ratio(
     missing = [row for group in result["groups"] for row in group["rows"] if row["status"] == "not measured"]
     assert {row["step_time_s"] for row in missing} == {None}
     assert "not measured: needs a GPU" in printed
+
+
+def test_a_measured_step_ends_its_loader_workers(in_this_process: None) -> None:
+    """They ignore SIGTERM, so Python would wait for them at the end of the process forever."""
+    case = replace(OURS, flags=("--dataset.num_workers=1",))
+    (row,) = step_measure.measure(Group("sweep", (case,), 4), SETTINGS)
+    assert row["status"] == "ok"
+    assert not multiprocessing.active_children()
 
 
 def timed(group: Group, *times: list[float]) -> list[dict[str, Any]]:
