@@ -21,8 +21,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
         q: (B, H, N, K). `k` and `v`: (B, H, M, K). `q` and `k` may be float32 where `v` has another dtype.
         mask: bool that broadcasts to (B, H, N, M), false for keys that a query ignores. Every query has at least one.
     """
-    is_on_cpu = q.device.type == "cpu" or q.dtype != v.dtype  # what the norms of a CPU return, traced on meta or not
-    if is_on_cpu and is_faster_by_products(q, v):
+    # Only a CPU's norms leave q in float32; the planner traces them on the meta device.
+    if (q.device.type == "cpu" or q.dtype != v.dtype) and is_faster_by_products(q, v):
         return attention_by_products(q, k, v, mask)
     return F.scaled_dot_product_attention(q.type_as(v), k.type_as(v), v, attn_mask=mask)
 
