@@ -173,7 +173,7 @@ def num_bytes(tensors: Any) -> int:
 
 
 def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
-    """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
+    """What the trainer builds and does in a step; state of this rank, and its peak in later steps."""
     from torchditan.distributed.context_parallel import split_tokens_over_ranks
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
@@ -238,10 +238,13 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
 
     on_device = [sample, *batch.values(), *randomness.values()]
     census = Census(*model.parameters(), *model.buffers(), *average.values(), *on_device)
+    peaks = []
     with census:
         step(1)
-        census.peak = 0
-        step(2)
+        for number in (2, 3):
+            census.peak = 0
+            step(number)
+            peaks.append(census.peak)
     states = [state for part in optimizer_parts(optimizer) for state in part.state.values()]
     moments = [value for state in states for value in state.values()]
     state = {
@@ -250,7 +253,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         "optimizer": num_bytes(moments),
         "ema": num_bytes(average.values()),
     }
-    return {"state": state, "peak": census.peak}
+    return {"state": state, "peak": min(peaks)}  # a thread of gloo may hold a tensor a moment longer
 
 
 def main(cells: list[list[str]], folder: Path) -> None:
