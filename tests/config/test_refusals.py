@@ -218,7 +218,11 @@ ROWS: list[tuple[str, str, list[str]]] = [
     ("export trained weights.pt", 'OUT = "weights.pt"', [".safetensors"]),
     # Grids and plans
     ("ablation run", "", ["grid"]),
-    ("ablation run gone", "gone", ["train_configs", "7B, 7B_autotune, captions"]),
+    (
+        "ablation run gone",
+        "gone",
+        ["train_configs", "0.5B, 0.5B_one_gpu, 7B, 7B_autotune, captions, convergence, debug, eight_gpus"],
+    ),
     ("ablation run grid.toml", "grid.toml", ["repeats?"]),
     ("ablation show grids/list", "grids/list", ["grid.json"]),
     ("plan nowhere.toml --device h100", "dataset.num_classes = none", ["folder"]),

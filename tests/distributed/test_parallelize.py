@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchditan.config.options import Model, Optimizer
+from torchditan.config.options import Compile, Float8, Model, Optimizer
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.distributed.compilation import compile_model
+from torchditan.distributed.float8 import convert_to_float8
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize, shard
 from torchditan.models import build_model_spec
 from torchditan.models.saved_weights import saved_weights
@@ -39,12 +41,25 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def built(apply: Any, mesh: DeviceMesh, *, checkpointing: Any = "none", **options: Any) -> Any:
+def built(
+    apply: Any,
+    mesh: DeviceMesh,
+    *,
+    checkpointing: Any = "none",
+    compile: Any = None,
+    float8: bool = False,
+    **options: Any,
+) -> Any:
     spec = spec_of()
     with torch.device("meta"):
         model = spec.build()
     blocks = spec.blocks(model)
+    if float8:
+        convert_to_float8(model=model, spec=spec, config=Float8(True, emulate=True), batch_size=BATCH)
     apply_activation_checkpoint(blocks, mode=checkpointing)
+    if compile is not None:
+        compile_model(model, blocks=blocks, options=Compile(scope=compile, backend="aot_eager"))
+        blocks = nn.ModuleList() if compile == "model" else blocks
     options = {"param_dtype": BFLOAT16, "reduce_dtype": FLOAT32, **options}
     apply(model, blocks=blocks, mesh=mesh, **options)
     model.to_empty(device="cpu")
@@ -99,12 +114,23 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert [i for i, pair in enumerate(zip(left, right, strict=True)) if not torch.equal(*pair)] == []
 
 
-@pytest.mark.parametrize("param_dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize(("num_micro_batches", "checkpointing"), [(1, "none"), (3, "full")])
+@pytest.mark.parametrize(
+    ("param_dtype", "num_micro_batches", "way"),
+    [
+        (FLOAT32, 1, {}),
+        (FLOAT32, 3, {"checkpointing": "full"}),
+        (BFLOAT16, 1, {}),
+        (BFLOAT16, 3, {"checkpointing": "full"}),
+        (BFLOAT16, 2, {"compile": "block"}),
+        (BFLOAT16, 2, {"compile": "model"}),
+        (BFLOAT16, 2, {"float8": True}),
+    ],
+    ids=str,
+)
 def test_one_process_trains_the_plain_model_as_under_fully_shard_to_the_bit(
-    param_dtype: torch.dtype, num_micro_batches: int, checkpointing: str, mesh: DeviceMesh
+    param_dtype: torch.dtype, num_micro_batches: int, way: dict[str, Any], mesh: DeviceMesh
 ) -> None:
-    options: dict[str, Any] = {"param_dtype": param_dtype, "checkpointing": checkpointing}
+    options: dict[str, Any] = {"param_dtype": param_dtype, **way}
     plain, sharded = (built(apply, mesh, **options) for apply in (parallelize, shard))
     assert bool(plain._forward_pre_hooks) == (param_dtype == BFLOAT16) and not isinstance(plain, FSDPModule)
     assert isinstance(sharded, FSDPModule)

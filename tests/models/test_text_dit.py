@@ -17,7 +17,7 @@ from torchditan.config.options import Compile, Model
 from torchditan.distributed.parallelize import parallelize
 from torchditan.errors import ConfigError
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
-from torchditan.models.dit import PRESETS, DiT, DiTConfig
+from torchditan.models.dit import PRESETS, DiT, DiTConfig, _ConvolveWords
 from torchditan.models.flops import count_model_flops
 
 WAYS = ["in_context", "cross_attention", "joint"]
@@ -148,6 +148,8 @@ def test_the_convolution_adds_the_words_around_each_word():
     read, _ = model.read_text({"prompt_embeds": embeds, "prompt_attention_mask": mask})
     sums[:, 2] -= after * words[:, 3]
     torch.testing.assert_close(read[:, :3], sums[:, :3])
+    in_float64 = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 7, 8), (8, 5))]
+    assert torch.autograd.gradcheck(_ConvolveWords.apply, in_float64)
 
 
 def test_text_blocks_and_positions_bring_a_convolution() -> None:

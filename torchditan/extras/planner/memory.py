@@ -243,8 +243,8 @@ class _Step:
         units = [_unit(weights, layout) for weights in (*parameters.blocks, parameters.root)]
         self.is_plain = _trains_plain(parameters, layout)
         if self.is_plain:
-            copies = 0 if layout.param_bytes == FLOAT32 else 1
-            units = [dataclasses.replace(unit, gathered=copies * unit.gathered, reduced=0) for unit in units]
+            has_copies = layout.param_bytes != FLOAT32
+            units = [dataclasses.replace(u, gathered=u.gathered if has_copies else 0, reduced=0) for u in units]
         self.blocks, self.root = units[:-1], units[-1]
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in _managed(block, layout))
         self.remaining = 0.0 if has_frozen else 1.0
