@@ -49,6 +49,7 @@ from torchditan.extras.evaluation.sample_batches import (
     read_statistics,
 )
 from torchditan.extras.published.families import build_published_spec
+from torchditan.extras.published.flux import Flux
 from torchditan.extras.published.lora import load_assistant
 from torchditan.extras.report.report import write_report
 from torchditan.extras.sharing.model_card import Statements
@@ -490,7 +491,7 @@ def _make_lora(folder: Path) -> None:
 
 
 def _open_lora() -> None:
-    load_assistant(tiny_flux(), Path("lora.safetensors"))
+    load_assistant(tiny_flux(), Path("lora.safetensors"), table=Flux.original_layers)
 
 
 _RUN_FILES = ("run/*.json", "run/*.jsonl", "run/samples/*")

@@ -31,6 +31,6 @@ COMMANDS = {
     "export": Command("torchditan.commands.export", "the weights of a run, as one file"),
     "share": Command("torchditan.commands.share", "a model or latents as a folder for others, and on the hub"),
     "refit_time": Command("torchditan.commands.refit_time", "weights for one-step training, by a new embedding of t"),
-    "export_lora": Command("torchditan.commands.export_lora", "a LoRA as one file, for diffusers or kohya"),
+    "export_lora": Command("torchditan.commands.export_lora", "a LoRA as one file, or folded into its model"),
     "download": Command("torchditan.commands.download_assets", "the files of published models that a job needs"),
 }

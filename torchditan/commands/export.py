@@ -60,5 +60,4 @@ def main() -> None:
         f"{sum(path.stat().st_size for path in files) / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
     )
     if is_folder:
-        why = f" (the transformer alone: {exported.left_out})" if exported.left_out else ""
-        print(f"in diffusers: {exported.how_to_open}{why}", *exported.notes, sep="\n")
+        print(exported.as_line(), *exported.notes, sep="\n")

@@ -23,6 +23,7 @@ from tiny_published import blocks_of, flux_inputs, predict, seeded, tiny_flux
 
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
 from torchditan.errors import ConfigError
+from torchditan.extras.published.flux import Flux
 from torchditan.extras.published.int8 import base_names, fill_parameter, quantize_base
 from torchditan.extras.published.lora import (
     ASSISTANT,
@@ -168,7 +169,7 @@ def test_an_assistant_acts_in_training_only_and_never_changes(tmp_path: Path) ->
     teacher = assistant_file(build, tmp_path / "assistant.safetensors", format="kohya")
     model = with_lora(build)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    load_assistant(model, tmp_path / "assistant.safetensors")
+    load_assistant(model, tmp_path / "assistant.safetensors", table=Flux.original_layers)
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trainable
     assert active_adapters(model) == ["default", ASSISTANT]
     # The trained one changes nothing yet, so this is the teacher.
@@ -203,7 +204,7 @@ def test_a_sharded_recomputing_int8_model_switches_its_assistant(tmp_path: Path)
                 model = tiny_flux()
             quantize_base(model, blocks_of(model), base="int8")
             add_lora(model, rank=4, alpha=4, target_modules=["to_q", "to_v"])
-            weights = load_assistant(model, tmp_path / "assistant.safetensors")
+            weights = load_assistant(model, tmp_path / "assistant.safetensors", table=Flux.original_layers)
             if is_sharded:
                 mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
                 blocks = torch.nn.ModuleList(blocks_of(model))
@@ -281,7 +282,7 @@ def test_alpha_is_found_where_other_programs_state_it(alpha: float, place: str, 
         tensors |= {f"{prefix}{layer}.alpha": torch.tensor(alpha) for layer in layers}
     save_file(tensors, path, {"lora_adapter_metadata": json.dumps(metadata)} if metadata else None)
     model = with_lora(tiny_flux)
-    load_assistant(model, path)
+    load_assistant(model, path, table=Flux.original_layers)
     assert torch.allclose(predict(model, flux_inputs()), predict(teacher, flux_inputs()), atol=1e-5)
 
 
@@ -308,6 +309,6 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(
     model = with_lora(tiny_flux)
     before = list(model.state_dict())
     with pytest.raises(ConfigError, match=message) as caught:
-        load_assistant(model, path)
+        load_assistant(model, path, table=Flux.original_layers)
     assert "\n" not in str(caught.value)
     assert list(model.state_dict()) == before

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 import diffusers
-import tiny_pipelines
+from debugmodels import built, inputs_of, spec_of
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from refusals import refused
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
@@ -27,76 +30,145 @@ from torchditan.extras.published.base import build_transformer
 from torchditan.extras.published.families import family
 from torchditan.extras.published.lora import add_lora, find_target_modules, load_assistant, lora_parameters
 from torchditan.extras.published.lora_layers import original_layer
-from torchditan.extras.weights.lora_export import export_lora, ignored_by_sd_scripts
+from torchditan.extras.weights.lora_export import export_lora, readers_of
+from torchditan.registry import FAMILIES
 
-FAMILIES = {"flux": (tiny_flux, flux_inputs), "sd3": (tiny_sd3, sd3_inputs)}
 ALL_LINEARS = [r".*"]
-ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+FORMATS = [(name, format) for name in FAMILIES for format in family(name).lora_readers]
 
 
 def trained(build: Any, *, rank: int, alpha: float, targets: list[str], **options: Any) -> Any:
     """A model whose LoRA has weights as if it had been trained."""
     model = seeded(build, **options)
     add_lora(model, rank=rank, alpha=alpha, target_modules=targets)
+    draw_lora(model)
+    return model.eval()
+
+
+def draw_lora(model: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, parameter in lora_parameters(model):
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
-    return model.eval()
 
 
-def pipeline_around(transformer: Any) -> Any:
-    parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    if type(transformer).__name__.startswith("SD3"):
-        parts |= dict.fromkeys(("text_encoder_3", "tokenizer_3"))
-        return diffusers.StableDiffusion3Pipeline(transformer=transformer, **parts)
-    return diffusers.FluxPipeline(transformer=transformer, **parts)
+def pipeline_around(name: str, transformer: Any) -> Any:
+    """The pipeline of a family without its other parts."""
+    cls = family(name)
+    kind = getattr(diffusers, cls.pipeline_class)
+    parts = [key for key, given in inspect.signature(kind).parameters.items() if given.default is given.empty]
+    return kind(**{**dict.fromkeys(parts), cls.subfolder: transformer})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("rank", "alpha", "targets"), [(4, 8, ATTENTION), (3, 5, ALL_LINEARS)])
-def test_diffusers_loads_exactly_what_was_trained(
-    family: str, rank: int, alpha: float, targets: list[str], tmp_path: Path
-) -> None:
-    build, inputs = FAMILIES[family]
-    model = trained(build, rank=rank, alpha=alpha, targets=targets)
+RENAMED = {
+    "flux": {
+        r"^transformer_blocks\.(\d+)\.attn\.to_([qkv])": r"double_blocks.\1.img_attn.qkv",
+        r"^transformer_blocks\.(\d+)\.attn\.to_out\.0": r"double_blocks.\1.img_attn.proj",
+        r"single_transformer_blocks\.(\d+)\.attn\.to_([qkv])": r"single_blocks.\1.linear1",
+    },
+    "sd3": {
+        r"transformer_blocks\.(\d+)\.attn\.to_([qkv])": r"joint_blocks.\1.x_block.attn.qkv",
+        r"transformer_blocks\.(\d+)\.attn\.to_out\.0": r"joint_blocks.\1.x_block.attn.proj",
+    },
+    "sdxl": {
+        r"down_blocks\.(\d)\.attentions\.(\d)": lambda at: f"input_blocks.{3 * int(at[1]) + int(at[2]) + 1}.1",
+        r"mid_block\.attentions\.0": "middle_block.1",
+        r"up_blocks\.(\d)\.attentions\.(\d)": lambda at: f"output_blocks.{3 * int(at[1]) + int(at[2])}.1",
+    },
+    "mochi": {
+        r"transformer_blocks\.(\d+)\.attn1\.to_([qkv])": r"blocks.\1.attn.qkv_x",
+        r"transformer_blocks\.(\d+)\.attn1\.to_out\.0": r"blocks.\1.attn.proj_x",
+    },
+    "wan": {
+        r"attn1\.to_([qkv])": r"self_attn.\1",
+        r"attn2\.to_([qkv])": r"cross_attn.\1",
+        r"attn1\.to_out\.0": "self_attn.o",
+        r"attn2\.to_out\.0": "cross_attn.o",
+    },
+}
+RENAMED["hunyuan_video"] = {
+    **RENAMED["flux"],
+    r"context.*\.(\d+)\.attn\.to_([qkv])": r"txt_in.individual_token_refiner.blocks.\1.self_attn.qkv",
+    r"context.*\.(\d+)\.attn\.to_out\.0": r"txt_in.individual_token_refiner.blocks.\1.self_attn.proj",
+}
+"""Layer of diffusers -> name in ComfyUI, which has one layer for the three of an attention in some families."""
+AS_IN_DIFFUSERS = {
+    **dict.fromkeys(("flux", "sd3"), ("transformer.{}",)),
+    "qwen_image": ("{}", "transformer.{}", "diffusion_model.{}"),
+}
+"""How else ComfyUI lets a file name a layer of diffusers."""
+
+
+def comfyui_names(name: str, layer: str) -> tuple[list[str], list[str]]:
+    """Names under which ComfyUI looks for the update of a layer: of this layer alone, and of one that contains it."""
+    key = layer
+    for pattern, new in RENAMED.get(name, {}).items():
+        key = re.sub(pattern, new, key)
+    alone = [form.format(layer) for form in AS_IN_DIFFUSERS.get(name, ())]
+    around = [f"diffusion_model.{key}", f"lora_unet_{key.replace('.', '_')}"]
+    if name == "sdxl":
+        alone += [f"lora_unet_{layer.replace('.', '_')}", f"unet.{layer.replace('.to_', '.processor.to_')}"]
+    if name == "hunyuan_video":
+        around += [f"{prefix}.{key.replace('_attn.', '_attn_')}" for prefix in ("transformer", "diffusion_model")]
+    return alone, around
+
+
+def updates_in_comfyui(name: str, path: Path, rows: dict[str, int]) -> dict[str, Tensor]:
+    """Layer -> its update by ComfyUI's rules, which ignore metadata: a scale of alpha / rank, or 1 without alpha.
+
+    Args:
+        rows: layer of diffusers -> number of its outputs.
+    """
+    tensors, found = load_file(path), {}
+    kinds = [("lora_up", "lora_down"), ("lora_B", "lora_A")]
+    products = {}
+    for up, down in kinds:
+        for stem in [key.removesuffix(f".{up}.weight") for key in tensors if key.endswith(f".{up}.weight")]:
+            matrix = tensors[f"{stem}.{down}.weight"]
+            alpha = tensors.get(f"{stem}.alpha")
+            scale = 1.0 if alpha is None else alpha / matrix.shape[0]
+            products[stem] = scale * tensors[f"{stem}.{up}.weight"] @ matrix
+    for layer, height in rows.items():
+        alone, around = comfyui_names(name, layer)
+        for stem in products.keys() & alone:
+            found[layer] = products[stem]
+        for stem in products.keys() & around:
+            first = "qkv".find(layer[-1]) * height if products[stem].shape[0] > height else 0
+            found[layer] = products[stem][first : first + height]
+    return found
+
+
+@pytest.mark.parametrize(("name", "format"), FORMATS)
+def test_a_file_means_the_same_to_every_program_that_reads_it(name: str, format: Any, tmp_path: Path) -> None:
+    sizes = ["layers_per_block=2"] if name == "sdxl" else []  # from which the names of its publisher count
+    spec, cls, path = spec_of(name, overrides=sizes), family(name), tmp_path / "lora.safetensors"
+    models = {reader: built(spec) for reader in ("trained", "bare", "diffusers", "ours")}
+    trained = models["trained"]
+    add_lora(trained.transformer, rank=4, alpha=8, target_modules=cls.lora_targets)
+    draw_lora(trained.transformer)
     layers = export_lora(
-        dict(model.named_parameters()), model_name=family, rank=rank, alpha=alpha, path=tmp_path / "lora.safetensors"
+        dict(trained.transformer.named_parameters()), model_name=name, rank=4, alpha=8, path=path, format=format
     )
-    assert len(layers) == sum(1 for _ in lora_parameters(model)) / 2
-    expected = predict(model, inputs())
-    # Alpha is in B, so that a reader without the metadata (ComfyUI) loads the same.
-    for source in (str(tmp_path), load_file(tmp_path / "lora.safetensors")):
-        published = seeded(build).eval()
-        pipeline_around(published).load_lora_weights(source)
-        assert torch.allclose(predict(published, inputs()), expected, rtol=0, atol=0 if alpha % rank == 0 else 2e-6)
-    assert not torch.allclose(predict(seeded(build).eval(), inputs()), expected, atol=1e-3)
+    assert len(layers) == sum(1 for _ in lora_parameters(trained.transformer)) / 2
+    load_assistant(models["ours"].transformer, path, table=cls.original_layers)
+    readers = cls.lora_readers[format]
+    assert readers_of(name, format, layers).startswith(f"read by {' and '.join(readers)}")
+    if "diffusers" in readers and (name, format) != ("flux", "kohya"):  # which takes the real width only, see below
+        pipeline_around(name, models["diffusers"].transformer).load_lora_weights(str(tmp_path))
+    else:
+        del models["diffusers"]
+    inputs = inputs_of(spec)
+    with torch.no_grad():
+        predictions = {reader: model.eval()(*inputs) for reader, model in models.items()}
+    assert not torch.allclose(predictions.pop("bare"), predictions["trained"], atol=1e-3)
+    for reader, prediction in predictions.items():
+        assert torch.allclose(prediction, predictions["trained"], rtol=0, atol=2e-5), reader
 
-
-def test_diffusers_loads_a_lora_of_sdxl_and_we_read_it_back(tmp_path: Path) -> None:
-    def build() -> Any:
-        return tiny_pipelines.transformer("sdxl")
-
-    def noise_of(unet: Any) -> Tensor:
-        draw = torch.Generator().manual_seed(0)
-        added = {"text_embeds": torch.randn(2, 16, generator=draw), "time_ids": torch.full((2, 6), 64.0)}
-        x, tokens = torch.randn(2, 4, 8, 8, generator=draw), torch.randn(2, 77, 32, generator=draw)
-        with torch.no_grad():
-            return unet(x, 500, encoder_hidden_states=tokens, added_cond_kwargs=added).sample
-
-    model = trained(build, rank=3, alpha=5, targets=ATTENTION)
-    path = tmp_path / "lora.safetensors"
-    export_lora(dict(model.named_parameters()), model_name="sdxl", rank=3, alpha=5, path=path)
-    again, expected = seeded(build).eval(), noise_of(model)
-    parts = dict.fromkeys(("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-    for source in (str(tmp_path), load_file(path)):
-        published = seeded(build).eval()
-        pipeline = diffusers.StableDiffusionXLPipeline(unet=published, scheduler=diffusers.DDIMScheduler(), **parts)
-        pipeline.load_lora_weights(source)
-        assert torch.allclose(noise_of(published), expected, rtol=0, atol=2e-6)
-    load_assistant(again, path)
-    assert torch.allclose(noise_of(again), expected, atol=2e-5)
-    assert not torch.allclose(noise_of(seeded(build).eval()), expected, atol=1e-3)
+    expected = updates_of(trained.transformer, scale=2)
+    found = updates_in_comfyui(name, path, {layer: len(update) for layer, update in expected.items()})
+    assert ("ComfyUI" in readers) == (found.keys() == expected.keys())
+    for layer, update in found.items():
+        assert torch.allclose(update, expected[layer], rtol=0, atol=1e-6), layer
 
 
 def products_of(path: Path) -> dict[str, Tensor]:
@@ -160,17 +232,23 @@ def test_kohya_for_sd3_changes_the_layers_of_the_original_as_the_lora_does(tmp_p
     assert updates == {}
 
 
-@pytest.mark.parametrize(("family", "targets"), [("flux", ALL_LINEARS), ("sd3", ["to_k", "to_v", "proj_out"])])
-def test_we_read_both_formats_back(family: str, targets: list[str], tmp_path: Path) -> None:
-    build, inputs = FAMILIES[family]
+@pytest.mark.parametrize(
+    ("name", "build", "inputs", "targets"),
+    [
+        ("flux", tiny_flux, flux_inputs, [r"(single_)?transformer_blocks\..*"]),
+        ("sd3", tiny_sd3, sd3_inputs, ALL_LINEARS),
+        ("sd3", tiny_sd3, sd3_inputs, ["to_k", "to_v", "proj_out"]),
+    ],
+)
+def test_we_read_all_layers_of_kohya_files_back(
+    name: str, build: Any, inputs: Any, targets: list[str], tmp_path: Path
+) -> None:
     model = trained(build, rank=3, alpha=5, targets=targets)
-    for format in ("diffusers", "kohya"):
-        path = tmp_path / f"{format}.safetensors"
-        kind: Any = format
-        export_lora(dict(model.named_parameters()), model_name=family, rank=3, alpha=5, path=path, format=kind)
-        again = seeded(build).eval()
-        load_assistant(again, path)
-        assert torch.allclose(predict(again, inputs()), predict(model, inputs()), atol=2e-5), format
+    path = tmp_path / "lora.safetensors"
+    export_lora(dict(model.named_parameters()), model_name=name, rank=3, alpha=5, path=path, format="kohya")
+    again = seeded(build).eval()
+    load_assistant(again, path, table=family(name).original_layers)
+    assert torch.allclose(predict(again, inputs()), predict(model, inputs()), atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +263,7 @@ def test_the_blocks_have_as_many_keys_as_sd_scripts_writes(name: str, flavor: st
     smaller = {"pos_embed_max_size": 8} if name == "sd3" else {}  # a table that takes seconds to compute
     model = build_transformer(cls.model_class, {**cls.flavors[flavor].config, **smaller})
     layers = find_target_modules(model, [r"(single_)?transformer_blocks\..*"])
-    originals = {original_layer(name, layer) for layer in layers}
+    originals = {original_layer(cls.original_layers, layer) for layer in layers}
     assert None not in originals
     assert 3 * len(originals) == count
 
@@ -213,10 +291,8 @@ def test_diffusers_imports_kohya_for_flux(tmp_path: Path) -> None:
     with torch.no_grad():
         bare = predict(published, inputs)
     add_lora(published, rank=4, alpha=8, target_modules=blocks)
-    draw = torch.Generator().manual_seed(0)
+    draw_lora(published)
     with torch.no_grad():
-        for _, parameter in lora_parameters(published):
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
         expected = predict(published, inputs)
     state = dict(published.named_parameters())
     layers = export_lora(state, model_name="flux", rank=4, alpha=8, path=tmp_path / "lora.safetensors", format="kohya")
@@ -224,7 +300,7 @@ def test_diffusers_imports_kohya_for_flux(tmp_path: Path) -> None:
     for _, parameter in lora_parameters(published):
         parameter.data.zero_()
     published.delete_adapters("default")
-    pipeline_around(published).load_lora_weights(str(tmp_path))
+    pipeline_around("flux", published).load_lora_weights(str(tmp_path))
     with torch.no_grad():
         difference = (predict(published, inputs) - expected).abs().max()
     assert difference <= 1e-5 * expected.abs().max(), difference
@@ -235,7 +311,7 @@ def test_metadata_say_what_it_is(tmp_path: Path) -> None:
     state = dict(trained(tiny_flux, rank=2, alpha=2.5, targets=["to_q", "proj_out"]).named_parameters())
     path = tmp_path / "lora.safetensors"
     options = {"step": 700, "base": "black-forest-labs/FLUX.1-dev", "dtype": torch.bfloat16}
-    layers = export_lora(state, model_name="flux", rank=2, alpha=2.5, path=path, **options)
+    export_lora(state, model_name="flux", rank=2, alpha=2.5, path=path, **options)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         kinds = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
@@ -243,18 +319,18 @@ def test_metadata_say_what_it_is(tmp_path: Path) -> None:
     expected = {"model": "flux", "rank": "2", "step": "700", "base": "black-forest-labs/FLUX.1-dev"}
     assert expected.items() <= metadata.items()
     assert json.loads(metadata["lora_adapter_metadata"])["transformer.lora_alpha"] == 2 == float(metadata["alpha"])
-    assert ignored_by_sd_scripts("flux", layers) == ["lora_unet_final_layer_linear"]
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     model = trained(tiny_flux, rank=2, alpha=2, targets=["to_q"])
     state = dict(model.named_parameters())
     path = tmp_path / "lora.safetensors"
-    with pytest.raises(ConfigError, match=r'--format = "kohya": .*known .*flux .*sd3, .*wan; .*diff'):
+    with refused('--format = "kohya"', "diffusers or comfyui", "wan"):
         export_lora(state, model_name="wan", rank=2, alpha=2, path=path, format="kohya")
-    with pytest.raises(ConfigError, match=r"kohya's format .*layer blocks\.0\.odd; export with --format diffusers"):
-        odd = {f"blocks.0.odd.lora_{part}.default.weight": torch.ones(2, 2) for part in "AB"}
-        export_lora(odd, model_name="sd3", rank=2, alpha=2, path=path, format="kohya")
+    for layer in ("blocks.0.odd", "proj_out"):  # unknown, and ignored by sd-scripts
+        odd = {f"{layer}.lora_{part}.default.weight": torch.ones(2, 2) for part in "AB"}
+        with refused('--format = "kohya"', layer, "diffusers"):
+            export_lora(odd, model_name="flux", rank=2, alpha=2, path=path, format="kohya")
     with pytest.raises(ConfigError, match=r"no LoRA .*1 weights"):
         export_lora({"proj_out.weight": torch.ones(2, 2)}, model_name="flux", rank=2, alpha=2, path=path)
     blocked = tmp_path / "file"

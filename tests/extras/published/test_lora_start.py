@@ -128,6 +128,31 @@ def test_a_file_with_fewer_layers_leaves_the_others_at_zero(first: Path, tmp_pat
         assert found[name].any() and torch.allclose(found[name], expected[name], atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("stem", "down", "up", "alpha"),
+    [
+        ("diffusion_model.double_blocks.1.img_attn.qkv", "lora_A", "lora_B", None),  # ai-toolkit
+        ("double_blocks.1.img_attn.qkv", "lora_A", "lora_B", None),  # the publisher
+        ("lora_unet_double_blocks_1_img_attn_qkv", "lora_down", "lora_up", 6.0),  # kohya
+    ],
+)
+def test_a_fused_layer_of_another_tool_is_split(
+    stem: str, down: str, up: str, alpha: float | None, first: Path, tmp_path: Path
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 64, generator=draw), torch.randn(192, 2, generator=draw)
+    tensors = {f"{stem}.{down}.weight": a, f"{stem}.{up}.weight": b}
+    tensors |= {} if alpha is None else {f"{stem}.alpha": torch.tensor(alpha)}
+    save_file(tensors, tmp_path / "other.safetensors")
+    model, said = started(first, tmp_path / "other.safetensors")
+    assert "start at zero" in said
+    found = update(model)
+    expected = (alpha or 2) / 2 * (b @ a)
+    for name, rows in zip("qkv", expected.split(64), strict=True):
+        assert torch.allclose(found.pop(f"transformer.transformer_blocks.1.attn.to_{name}"), rows, atol=1e-5)
+    assert not any(value.any() for value in found.values())
+
+
 def edited(first: Path, run: Path, section: str, **options: Any) -> Path:
     """A copy of the run whose configuration has other options."""
     content = json.loads((shutil.copytree(first, run) / "config.json").read_text())

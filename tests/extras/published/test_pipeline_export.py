@@ -27,7 +27,9 @@ from torchditan.config.loader import build_config, from_dict, to_dict
 from torchditan.extras.published.families import family
 from torchditan.extras.published.resolutions import published_options
 from torchditan.extras.weights.diffusers_export import export_to_diffusers
+from torchditan.extras.weights.lora_export import export_lora, lora_pairs
 from torchditan.extras.weights.opening import open_model
+from torchditan.extras.weights.pipeline_export import merge_lora
 from torchditan.extras.weights.trained_model import stored_spec
 from torchditan.models import model_spec_of
 
@@ -81,6 +83,41 @@ def assert_same_predictions(weights: Weights, transformer: torch.nn.Module) -> N
 
 def export(weights: Weights, folder: Path) -> Any:
     return export_to_diffusers(weights, folder, dtype=torch.float32)
+
+
+def lora_of(weights: Weights) -> Weights:
+    """A LoRA of rank 2 and alpha 6 on the base of these weights."""
+    config = from_dict(weights.config or {}).replace({"lora.rank": 2, "lora.alpha": 6.0, "quantize.base": "int8"})
+    model: Any = stored_spec(config).build().to_empty(device="cpu")
+    model.init_weights(0)
+    generator = torch.Generator().manual_seed(0)
+    found = {name: value for name, value in model.named_parameters() if ".lora_" in name}
+    tensors = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in found.items()}
+    return Weights.of(Path("run"), tensors, config=to_dict(config), step=7, images_seen=70, kind="raw")
+
+
+@pytest.mark.parametrize("name", ["flux/debugmodel", "sdxl/debugmodel"])
+def test_a_merged_lora_is_the_base_with_its_update(name: str, tmp_path: Path) -> None:
+    base, cls = tiny_pipelines.save(PIPELINES[name](), tmp_path / "base"), family(name.partition("/")[0])
+    weights = lora_of(fine_tuned(name, base))
+    merged, lost = merge_lora(weights, tmp_path / "merged", dtype=torch.float32)
+    _, more = merge_lora(weights, tmp_path / "rounded", dtype=torch.bfloat16)
+    assert lost < 1e-6 < more < 0.1 and merged.left_out is None
+    export_lora(weights.tensors(), model_name=cls.name, rank=2, alpha=6.0, path=tmp_path / "lora/lora.safetensors")
+    with_lora = eval(f'diffusers.{cls.pipeline_class}.from_pretrained("{base}")')
+    with_lora.load_lora_weights(str(tmp_path / "lora"))
+    with_lora.fuse_lora()
+    with_lora.unload_lora_weights()
+    expected = getattr(with_lora, cls.subfolder).state_dict()
+    before = load_file(base / f"{cls.subfolder}/diffusion_pytorch_model.safetensors")
+    after = getattr(eval(f"diffusers.{merged.how_to_open}"), cls.subfolder).state_dict()
+    assert after.keys() == expected.keys()
+    for key, value in after.items():
+        assert torch.allclose(value, expected[key], atol=1e-6), key
+    changed = [key for key, value in after.items() if not torch.equal(value, before[key])]
+    assert len(changed) == len(lora_pairs(weights.tensors()))
+    with refused('RUN = "run"', "lora.rank"):
+        merge_lora(fine_tuned(name, base), tmp_path / "none", dtype=torch.float32)
 
 
 def folder_of(folder: Path) -> dict[str, bytes]:

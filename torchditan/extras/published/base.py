@@ -76,9 +76,11 @@ class PublishedModel(nn.Module):
     """Whether flavors with `guidance_embeds` in their config take a guidance scale."""
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Publisher's layer name (* for the number of a block) -> layers of diffusers that form its rows, in order.
-    LoRAs with kohya's names need this table."""
-    not_in_sd_scripts: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of the publisher's layer names for which sd-scripts does not load LoRAs."""
+    LoRAs with kohya's or ComfyUI's names need this table."""
+    dropped_layers: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the publisher's layer names that some reader drops from a LoRA, so that no file has them."""
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {"diffusers": ("diffusers", "ComfyUI")}
+    """Format of an exported LoRA -> programs that read all of it."""
     caption_tokenizer: ClassVar[str | None] = "tokenizer"
     """Folder of the pipeline's tokenizer that cuts captions to `text_length`. None: it puts them into a template."""
     sets_hooks: ClassVar[bool] = False

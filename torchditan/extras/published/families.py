@@ -179,7 +179,9 @@ class Recipe:
             alpha=lora.rank if lora.alpha is None else lora.alpha,
             target_modules=lora.target_modules or self.cls.lora_targets,
         )
-        return None if lora.assistant_path is None else load_assistant(transformer, Path(lora.assistant_path))
+        if lora.assistant_path is None:
+            return None
+        return load_assistant(transformer, Path(lora.assistant_path), table=self.cls.original_layers)
 
     def init_weights(self, model: PublishedModel, assistant: AdapterWeights | None, seed: int) -> None:
         """Fill every parameter and buffer, from the files or from (seed, name)."""

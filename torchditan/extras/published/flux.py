@@ -88,7 +88,11 @@ class Flux(PublishedModel):
         **with_prefixes("single_blocks.*", "single_transformer_blocks.*", _SINGLE),
         **_REST,
     }
-    not_in_sd_scripts = ("final_layer.",)
+    dropped_layers = tuple(_REST)  # by diffusers; sd-scripts drops the final layer
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "diffusers": ("diffusers", "ComfyUI"),
+        "kohya": ("diffusers", "sd-scripts", "ComfyUI"),
+    }
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", {**_TINY, "guidance_embeds": True}, text_length=8),
         "FLUX.1-dev": Flavor(

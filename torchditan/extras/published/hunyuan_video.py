@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchditan.extras.published.base import Flavor, PublishedModel
+from torchditan.extras.published.lora_layers import ADDED_QKV, QKV, with_prefixes
 from torchditan.models.spec import Condition, TensorSpec
 
 _SIZES = {
@@ -40,6 +41,29 @@ _TINY = {
     "pooled_projection_dim": 16,
     "rope_axes_dim": [8, 12, 12],
 }
+_DOUBLE = {
+    "img_attn_qkv": tuple(f"attn.{name}" for name in QKV),
+    "txt_attn_qkv": tuple(f"attn.{name}" for name in ADDED_QKV),
+    "img_attn_proj": ("attn.to_out.0",),
+    "txt_attn_proj": ("attn.to_add_out",),
+    "img_mlp.fc1": ("ff.net.0.proj",),
+    "img_mlp.fc2": ("ff.net.2",),
+    "txt_mlp.fc1": ("ff_context.net.0.proj",),
+    "txt_mlp.fc2": ("ff_context.net.2",),
+    "img_mod.linear": ("norm1.linear",),
+    "txt_mod.linear": ("norm1_context.linear",),
+}
+_SINGLE = {
+    "linear1": (*(f"attn.{name}" for name in QKV), "proj_mlp"),
+    "linear2": ("proj_out",),
+    "modulation.linear": ("norm.linear",),
+}
+_REFINER = {
+    "self_attn_qkv": tuple(f"attn.{name}" for name in QKV),
+    "self_attn_proj": ("attn.to_out.0",),
+    "mlp.fc1": ("ff.net.0.proj",),
+    "mlp.fc2": ("ff.net.2",),
+}
 
 
 class HunyuanVideo(PublishedModel):
@@ -51,6 +75,17 @@ class HunyuanVideo(PublishedModel):
     temporal_downsampling = 4
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     embeds_guidance = True
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **with_prefixes("double_blocks.*", "transformer_blocks.*", _DOUBLE),
+        **with_prefixes("single_blocks.*", "single_transformer_blocks.*", _SINGLE),
+        **with_prefixes(
+            "txt_in.individual_token_refiner.blocks.*", "context_embedder.token_refiner.refiner_blocks.*", _REFINER
+        ),
+    }
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "diffusers": ("diffusers",),
+        "comfyui": ("ComfyUI",),
+    }
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=7.0),
         "HunyuanVideo": Flavor(

@@ -31,6 +31,7 @@ from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.published.lora_file import AdapterWeights, is_lora, read_adapter, stated_model
+from torchditan.extras.published.lora_layers import Table
 from torchditan.models.initialization import fill, weight_generator
 
 DEFAULT = "default"
@@ -186,12 +187,13 @@ def without_assistant(model: nn.Module) -> Iterator[None]:
         set_active_adapters(model, before)
 
 
-def load_assistant(model: nn.Module, source: Path) -> AdapterWeights:
+def load_assistant(model: nn.Module, source: Path, *, table: Table) -> AdapterWeights:
     """Add a frozen second adapter, active together with the first one. Fills its values unless the model is on meta.
 
     Args:
         model: with or without the trained adapter.
-        source: a .safetensors file in diffusers', peft's or kohya's names.
+        source: a .safetensors file in the names that `read_adapter` reads.
+        table: `original_layers` of the model's family.
 
     Returns:
         Its weights; pass them to `fill_adapter` after sharding a model on meta.
@@ -200,7 +202,7 @@ def load_assistant(model: nn.Module, source: Path) -> AdapterWeights:
         ConfigError: the file cannot be read, is not a LoRA, or is a LoRA for another model.
     """
     try:
-        weights = _read_for(model, source, shown=str(source))
+        weights = _read_for(model, source, table=table, shown=str(source))
     except ConfigError as error:
         raise option_error("lora.assistant_path", str(source), str(error).removeprefix(f"{source} ")) from None
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -279,11 +281,12 @@ def start_from(model: Any, weights: Weights, config: Config) -> list[str]:
         here = config.model.name
         raise ConfigError(f"{shown} is a LoRA for another model: model.name was {there}, and is {here} here")
     rank, scale = lora.rank, 1 if lora.alpha is None else lora.alpha / lora.rank
-    found = _read_for(model.transformer, source, shown=shown, alpha=alpha, scale=scale)
+    table = model.original_layers
+    found = _read_for(model.transformer, source, table=table, shown=shown, alpha=alpha, scale=scale)
     trained = {name.partition(".lora_")[0] for name, _ in lora_parameters(model.transformer)}
     # A file in kohya's names has zeros for those parts of a fused layer that were not trained.
     if further := [name for name, up in found.up.items() if name not in trained and up.any()]:
-        ends = sorted({re.split(r"blocks\.\d+\.", name)[-1] for name in further})
+        ends = sorted({re.split(r"(?:blocks|layers|refiner)\.\d+\.", name)[-1] for name in further})
         targets = shlex.join([*(lora.target_modules or model.lora_targets), *ends])
         right = f"does not train; add them with --lora.target_modules {targets}"
         raise ConfigError(f"{shown} has {len(further)} layers, such as {further[0]}, that this run {right}")

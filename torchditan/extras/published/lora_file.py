@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Read a LoRA with the layer names of diffusers, of peft or of kohya's scripts."""
+"""Read a LoRA with the layer names of diffusers, of peft, of kohya's scripts or of the model's publisher."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from torch import Tensor
 
 from torchditan.checkpoint.safetensors_files import open_file
 from torchditan.errors import ConfigError
-from torchditan.extras.published.lora_layers import (
-    families_with_original_layers,
-    original_layer,
-    rows_of_parts,
-    swap_shift_and_scale,
-)
+from torchditan.extras.published.lora_layers import Table, original_layers, shares_of_parts, swap_shift_and_scale
 
 _PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
 """Prefixes of module names in LoRA files."""
 _DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
 _UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
-_OTHER_KIND = "must be one in the names of diffusers, peft or kohya"
+_OTHER_KIND = "must be one in the names of diffusers, peft, kohya or the model's publisher"
 
 
 @dataclass(frozen=True)
@@ -52,19 +47,22 @@ def read_adapter(
     source: Path | Mapping[str, Tensor],
     layers: Sequence[str],
     *,
+    table: Table,
     shown: str,
     alpha: float | None = None,
     scale: float = 1,
 ) -> AdapterWeights:
     """The matrices of a LoRA for a model with these linear layers.
 
-    Accepts the names of diffusers and peft (`transformer.<layer>.lora_A.weight`), and those of kohya for FLUX and SD3
-    (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha`, from diffusers'
-    metadata, or from peft's adapter_config.json in the same folder.
+    Accepts the names of diffusers and peft (`transformer.<layer>.lora_A.weight`), and those of the publisher as kohya's
+    scripts (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`) or ai-toolkit and ComfyUI
+    (`diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight`) write them. Alpha comes from `<layer>.alpha`, from
+    diffusers' metadata, or from peft's adapter_config.json in the same folder.
 
     Args:
         source: a .safetensors file, or the tensors of one.
         layers: names of the model's layers.
+        table: `original_layers` of its family.
         shown: the source in messages, which start with it.
         alpha: used if the source states none. None: the rank.
         scale: the model that gets the matrices computes scale * B A. This equals the update of the source.
@@ -73,8 +71,9 @@ def read_adapter(
         ConfigError: the source is not a LoRA, or has layers that the model does not have.
     """
     state, peft = _open(source) if isinstance(source, Path) else (source, _PeftOptions(None, {}))
-    known = _layers_by_stem(layers)
-    is_kohya = any(key.startswith("lora_unet_") for key in state)
+    known = _layers_by_stem(layers, table)
+    own = {name.replace(".", "_") for name in layers}
+    publishers: set[str] = set()
     down: dict[str, Tensor] = {}
     up: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
@@ -82,15 +81,19 @@ def read_adapter(
         kind, stem = _split_key(key)
         if kind is None:
             raise ConfigError(f"{shown} is not a LoRA of linear layers: it has {key}; {_OTHER_KIND}")
-        parts = known.get(stem)
+        if stem.startswith(("lora_te", "text_encoder")):
+            raise ConfigError(f"{shown} also adapts a text encoder, which is not trained here: it has {key}")
+        name = stem.replace(".", "_")
+        parts = known.get(name)
         if parts is None:
             raise ConfigError(f"{shown} is a LoRA for another model: this one has no linear layer {stem}")
+        publishers |= set() if name in own else set(parts)
         if kind == "alpha":
             alphas |= dict.fromkeys(parts, float(tensor))
         elif kind == "down":
             down |= dict.fromkeys(parts, tensor.float())
         else:
-            shares = rows_of_parts(parts, unit=1)
+            shares = shares_of_parts(parts)
             unit, rest = divmod(tensor.shape[0], sum(shares))
             if rest:
                 raise ConfigError(f"{shown} is a LoRA for another model: {key} has {tensor.shape[0]} rows")
@@ -99,7 +102,7 @@ def read_adapter(
         raise ConfigError(f"{shown} is not a LoRA: it has no pairs of lora_A and lora_B; {_OTHER_KIND}")
     for layer, matrix in down.items():
         rank = matrix.shape[0]
-        if is_kohya:
+        if layer in publishers:
             up[layer] = swap_shift_and_scale(layer, matrix, up[layer])
         stated = (alphas.get(layer), peft.alpha_of(layer, rank), alpha, rank)
         up[layer] = up[layer] * (next(value for value in stated if value is not None) / rank / scale)
@@ -139,17 +142,12 @@ def _open(path: Path) -> tuple[dict[str, Tensor], _PeftOptions]:
     return state, _PeftOptions(found.get("lora_alpha"), by_layer, bool(found.get("use_rslora")))
 
 
-def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Name of a layer in a file -> layers of the model: several if the file fuses them into one."""
-    known: dict[str, tuple[str, ...]] = {}
-    for model_name in families_with_original_layers():
-        for name in layers:
-            original = original_layer(model_name, name)
-            if original is not None and set(original.parts) <= set(layers):
-                known[original.name.replace(".", "_")] = original.parts
-    for name in layers:
-        known[name] = known[name.replace(".", "_")] = (name,)
-    return known
+def _layers_by_stem(layers: Sequence[str], table: Table) -> dict[str, tuple[str, ...]]:
+    """Name of a layer in a file, with _ for each dot -> layers of the model: several if the file fuses them."""
+    originals = {original for name in layers for original in original_layers(table, name)}
+    present = set(layers)
+    known = {name.replace(".", "_"): parts for name, parts in originals if present.issuperset(parts)}
+    return known | {name.replace(".", "_"): (name,) for name in layers}
 
 
 def _split_key(key: str) -> tuple[str | None, str]:

@@ -1,25 +1,27 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Layer names of the original publishers, and how rows of diffusers' layers form each layer.
 
-kohya's names derive from the publishers' names. Each family defines its table, `original_layers`, in its own file.
+kohya's and ComfyUI's names derive from the publishers' names. Each family defines its table, `original_layers`, in its
+own file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchditan.registry import FAMILIES, registered
+Table = Mapping[str, tuple[str, ...]]
+"""Publisher's layer name (* for the number of a block) -> layers of diffusers that form its rows, in order."""
 
 QKV = ("to_q", "to_k", "to_v")
 ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
-def with_prefixes(original: str, ours: str, layers: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def with_prefixes(original: str, ours: str, layers: Table) -> dict[str, tuple[str, ...]]:
     """The same table with the name of a block prepended to the names of its layers."""
     return {f"{original}.{name}": tuple(f"{ours}.{part}" for part in parts) for name, parts in layers.items()}
 
@@ -32,25 +34,25 @@ class OriginalLayer(NamedTuple):
     """All layers of diffusers' that form it, in the order of its rows."""
 
 
-def families_with_original_layers() -> list[str]:
-    """Families with known publisher's names, and therefore known kohya names."""
-    return [name for name in FAMILIES if registered(FAMILIES, name).original_layers]
+def original_layers(table: Table, layer: str) -> Iterator[OriginalLayer]:
+    """Layers of the original model that contain this layer of diffusers'. The first is the one to write."""
+    templates = {layer: ""}
+    for number in re.finditer(r"(?<=\.)\d+(?=\.)", layer):
+        templates[f"{layer[: number.start()]}*{layer[number.end() :]}"] = number.group()
+    for name, parts in table.items():
+        for template in templates.keys() & parts:
+            block = templates[template]
+            yield OriginalLayer(name.replace("*", block), tuple(part.replace("*", block) for part in parts))
 
 
-def original_layer(model_name: str, layer: str) -> OriginalLayer | None:
-    """The layer of the original model that contains this layer of diffusers'; None if the table has no entry."""
-    number = re.search(r"(?<=blocks\.)\d+", layer)
-    template = re.sub(r"(?<=blocks\.)\d+", "*", layer)
-    for name, parts in registered(FAMILIES, model_name).original_layers.items():
-        if template in parts:
-            block = number.group() if number else ""
-            return OriginalLayer(name.replace("*", block), tuple(part.replace("*", block) for part in parts))
-    return None
+def original_layer(table: Table, layer: str) -> OriginalLayer | None:
+    """The first of `original_layers`; None if the table has no entry."""
+    return next(original_layers(table, layer), None)
 
 
-def rows_of_parts(parts: Sequence[str], unit: int) -> list[int]:
-    """Rows of each part of a fused layer. `unit` is the width of the model; an MLP has four times as many rows."""
-    return [unit * (4 if part.endswith("proj_mlp") else 1) for part in parts]
+def shares_of_parts(parts: Sequence[str]) -> list[int]:
+    """Rows of each part of a fused layer, in units of the rows of a query. An MLP has four times as many."""
+    return [4 if part.endswith("proj_mlp") else 1 for part in parts]
 
 
 def swap_shift_and_scale(layer: str, down: Tensor, up: Tensor) -> Tensor:

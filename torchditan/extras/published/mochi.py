@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from torchditan.extras.published.base import Flavor, PublishedModel
+from torchditan.extras.published.lora_layers import ADDED_QKV, QKV, with_prefixes
 from torchditan.models.spec import Condition, TensorSpec
 
 _SIZES = {
@@ -48,6 +49,12 @@ _TINY = {
     "time_embed_dim": 32,
     "max_sequence_length": 8,
 }
+_ATTENTION = {
+    "attn.qkv_x": tuple(f"attn1.{name}" for name in QKV),
+    "attn.qkv_y": tuple(f"attn1.{name}" for name in ADDED_QKV),
+    "attn.proj_x": ("attn1.to_out.0",),
+    "attn.proj_y": ("attn1.to_add_out",),
+}
 
 
 class Mochi(PublishedModel):
@@ -56,6 +63,13 @@ class Mochi(PublishedModel):
     pipeline_class = "MochiPipeline"
     temporal_downsampling = 6
     lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = with_prefixes(
+        "blocks.*", "transformer_blocks.*", _ATTENTION
+    )
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "diffusers": ("diffusers",),
+        "comfyui": ("ComfyUI",),
+    }
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=1.0),
         "Mochi-1": Flavor("genmo/mochi-1-preview", _SIZES, text_length=256, shift=1.0, resolution="480x848x37"),

@@ -89,6 +89,10 @@ class SD3(PublishedModel):
         **with_prefixes("joint_blocks.*", "transformer_blocks.*", _JOINT),
         **_REST,
     }
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "diffusers": ("diffusers", "ComfyUI"),
+        "kohya": ("sd-scripts", "ComfyUI"),
+    }
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=3.0),
         "SD3-medium": Flavor(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchditan.extras.published.base import Flavor, PublishedModel
+from torchditan.extras.published.lora_layers import with_prefixes
 from torchditan.models.spec import Condition, TensorSpec
 
 _CLIP_TOKENS = 77
@@ -43,6 +44,22 @@ _TINY = {
     "projection_class_embeddings_input_dim": 64,
     "norm_num_groups": 8,
 }
+_TRANSFORMER = {
+    name: (name,)
+    for name in (
+        "proj_in",
+        "proj_out",
+        *(f"transformer_blocks.*.{attn}.to_{part}" for attn in ("attn1", "attn2") for part in ("q", "k", "v", "out.0")),
+        "transformer_blocks.*.ff.net.0.proj",
+        "transformer_blocks.*.ff.net.2",
+    )
+}
+_PLACES = {
+    **{f"input_blocks.{3 * i + j + 1}.1": f"down_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(2)},
+    "middle_block.1": "mid_block.attentions.0",
+    **{f"output_blocks.{3 * i + j}.1": f"up_blocks.{i}.attentions.{j}" for i in (0, 1) for j in range(3)},
+}
+"""Publisher's place of each transformer -> that of diffusers, with `layers_per_block` = 2."""
 
 
 class SDXL(PublishedModel):
@@ -51,6 +68,15 @@ class SDXL(PublishedModel):
     pipeline_class = "StableDiffusionXLPipeline"
     subfolder = "unet"
     objective = "ddpm"
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        name: parts
+        for original, ours in _PLACES.items()
+        for name, parts in with_prefixes(original, ours, _TRANSFORMER).items()
+    }
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "diffusers": ("diffusers",),
+        "kohya": ("diffusers", "sd-scripts", "ComfyUI"),
+    }
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=_CLIP_TOKENS, shift=1.0),
         "SDXL": Flavor(

@@ -11,8 +11,9 @@ Notable:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,12 @@ class PublishedWeights:
                 for name in reader.keys():  # noqa: SIM118  no mapping: it has only this
                     yield name, reader.get_tensor(name)
 
+    def readers(self, *, model_class: str, config: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
+        """Name in diffusers -> what reads this tensor, in any order."""
+        if self.is_file:
+            return {name: tensor.clone for name, tensor in self._converted(model_class, config)}
+        return {name: partial(_read_tensor, file, name) for file in self.files() for name in _names(file)}
+
     def files(self) -> list[Path]:
         """The safetensors files of a folder: those listed in its index, or its only file.
 
@@ -93,6 +100,17 @@ class PublishedWeights:
         except (KeyError, ValueError, RuntimeError, IndexError, StopIteration) as error:
             reason = f"{model_class} of diffusers cannot rename its tensors ({type(error).__name__}: {error})"
             raise option_error("model.path", str(self.path), f"is not a file of this model: {reason}") from error
+
+
+def _names(file: Path) -> list[str]:
+    with open_file(file) as reader:
+        return list(reader.keys())
+
+
+def _read_tensor(file: Path, name: str) -> torch.Tensor:
+    with open_file(file) as reader:
+        tensor: torch.Tensor = reader.get_tensor(name)
+    return tensor
 
 
 HOW_TO_GET = (

@@ -14,6 +14,7 @@ import torch
 
 from torchditan.errors import option_error
 from torchditan.extras.published.base import Flavor, PublishedModel
+from torchditan.extras.published.lora_layers import with_prefixes
 from torchditan.models.spec import Condition, TensorSpec
 
 _FROM_IMAGE_PIPELINE = "WanImageToVideoPipeline"
@@ -47,6 +48,27 @@ _TINY = {
     "rope_max_seq_len": 32,
 }
 _TINY_FROM_IMAGE = {**_TINY, "in_channels": 36, "image_dim": 32, "added_kv_proj_dim": 64}
+_BLOCK = {
+    **{
+        f"{original}.{name}": (f"{ours}.{part}",)
+        for original, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for name, part in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+    },
+    "cross_attn.k_img": ("attn2.add_k_proj",),
+    "cross_attn.v_img": ("attn2.add_v_proj",),
+    "ffn.0": ("ffn.net.0.proj",),
+    "ffn.2": ("ffn.net.2",),
+}
+_REST = {
+    "text_embedding.0": ("condition_embedder.text_embedder.linear_1",),
+    "text_embedding.2": ("condition_embedder.text_embedder.linear_2",),
+    "time_embedding.0": ("condition_embedder.time_embedder.linear_1",),
+    "time_embedding.2": ("condition_embedder.time_embedder.linear_2",),
+    "time_projection.1": ("condition_embedder.time_proj",),
+    "img_emb.proj.1": ("condition_embedder.image_embedder.ff.net.0.proj",),
+    "img_emb.proj.3": ("condition_embedder.image_embedder.ff.net.2",),
+    "head.head": ("proj_out",),
+}
 
 
 class Wan(PublishedModel):
@@ -55,6 +77,14 @@ class Wan(PublishedModel):
     pipeline_class = "WanPipeline"
     block_lists = ("blocks",)
     temporal_downsampling = 4
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **with_prefixes("blocks.*", "blocks.*", _BLOCK),
+        **_REST,
+    }
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "diffusers": ("diffusers",),
+        "comfyui": ("diffusers", "ComfyUI"),
+    }
     kept = frozenset({"image_embeds", "condition"})
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=3.0),

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Export a trained LoRA as one .safetensors file, with the layer names of diffusers or of kohya's scripts.
+"""Export a trained LoRA as one .safetensors file, with the layer names of diffusers, kohya's scripts or ComfyUI.
 
 Notable:
 - diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata. B is multiplied by
@@ -8,8 +8,10 @@ Notable:
 - kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. The original model
   may have one layer for several of diffusers' (queries, keys and values). Their matrices are then stacked,
   block-diagonally in `lora_up`, and alpha grows with the rank, so that the product is unchanged;
-- from kohya's FLUX files diffusers reads the blocks but not the embedders and the final layer. sd-scripts ignores the
-  final layer (`ignored_by_sd_scripts`).
+- comfyui: `diffusion_model.<layer of the original model>.lora_A.weight`, stacked in the same way. ComfyUI ignores
+  metadata and adds B A, so that B includes alpha / rank here too;
+- `PublishedModel.lora_readers` has the programs that read each format. A layer that one of them would drop without a
+  word is refused.
 """
 
 from __future__ import annotations
@@ -26,24 +28,35 @@ from torchditan.checkpoint.safetensors_files import TensorToWrite, write_weights
 from torchditan.checkpoint.weights import Kind
 from torchditan.config.loader import from_dict
 from torchditan.errors import ConfigError, option_error
-from torchditan.extras.published.families import family
+from torchditan.extras.published.families import PublishedModel, family
 from torchditan.extras.published.lora import DEFAULT
 from torchditan.extras.published.lora_layers import (
     OriginalLayer,
-    families_with_original_layers,
     original_layer,
-    rows_of_parts,
+    shares_of_parts,
     swap_shift_and_scale,
 )
 from torchditan.extras.weights.opening import open_weights
 
+Format = Literal["diffusers", "kohya", "comfyui"]
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
+"""Layer -> A (rank, in) and B (out, rank)."""
 
-def ignored_by_sd_scripts(model_name: str, layers: Sequence[str]) -> list[str]:
-    """Kohya names of the LoRA layers that sd-scripts does not load. Its samples differ without them."""
-    found = [original_layer(model_name, layer) for layer in layers]
-    names = [original.name for original in found if original is not None]
-    ignored = [name for name in dict.fromkeys(names) if name.startswith(family(model_name).not_in_sd_scripts)]
-    return [kohya_name(name) for name in ignored]
+
+def readers_of(model_name: str, format: Format, layers: Sequence[str]) -> str:
+    """Which programs read all of an exported LoRA with these layers: a line for the terminal."""
+    cls = family(model_name)
+    readers, others = list(cls.lora_readers[format]), []
+    for program in ("diffusers", "ComfyUI"):
+        if program not in readers:
+            right = next(other for other, programs in cls.lora_readers.items() if program in programs)
+            others.append(f", not by {program} (use --format {right})")
+    # ComfyUI maps diffusers' names to the publisher's, and drops the layers that it does not know.
+    originals = [original_layer(cls.original_layers, layer) for layer in layers] if cls.original_layers else []
+    is_whole = all(original and not original.name.startswith(cls.dropped_layers) for original in originals)
+    if format == "diffusers" and "ComfyUI" in readers and not is_whole:
+        readers.remove("ComfyUI")
+    return f"read by {' and '.join(readers)}{''.join(others)}"
 
 
 def export_lora(
@@ -53,7 +66,7 @@ def export_lora(
     rank: int,
     alpha: float,
     path: Path,
-    format: Literal["diffusers", "kohya"] = "diffusers",
+    format: Format = "diffusers",
     step: int | None = None,
     base: str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -63,7 +76,7 @@ def export_lora(
     Args:
         state: parameters by name, `<layer>.lora_A.default.weight` (rank, in) and `lora_B` (out, rank). Other
             parameters are left out.
-        model_name: `flux`, `sd3`, ...; kohya's names are known for families with `original_layers`.
+        model_name: `flux`, `sd3`, ...; its `lora_readers` has the formats.
         rank, alpha: those of the training.
         path: an existing file is replaced. diffusers finds a single .safetensors file in a folder by any name.
         format: whose layer names, see the top of this file.
@@ -74,31 +87,28 @@ def export_lora(
         The layers of the model that are in the file.
 
     Raises:
-        ConfigError: the state has no LoRA, the format does not support the model, or the file cannot be written.
+        ConfigError: the state has no LoRA, the format does not support the model or one of its layers, or the file
+            cannot be written.
     """
-    pairs = _pairs_of(state)
-    if format == "diffusers":
+    cls, pairs = family(model_name), lora_pairs(state)
+    if format not in cls.lora_readers:
+        raise option_error("--format", format, f"must be {' or '.join(cls.lora_readers)} for {model_name}")
+    if format != "kohya":
         pairs = {layer: (down, up * (alpha / rank)) for layer, (down, up) in pairs.items()}
         alpha = rank
     metadata = {"format": "pt", "model": model_name, "rank": str(rank), "alpha": f"{alpha:g}"}
     metadata |= {"step": str(step)} if step is not None else {}
     metadata |= {"base": base} if base is not None else {}
     if format == "diffusers":
-        part = family(model_name).subfolder
-        tensors = {
-            f"{part}.{layer}.lora_{name}.weight": matrix
-            for layer, pair in pairs.items()
-            for name, matrix in zip("AB", pair, strict=True)
-        }
+        prefix = f"{cls.subfolder}."
         # Options of peft's LoraConfig from which the loaders of diffusers rebuild the adapter.
         options = {"r": rank, "lora_alpha": rank, "target_modules": list(pairs), "lora_dropout": 0.0, "bias": "none"}
-        metadata["lora_adapter_metadata"] = json.dumps({f"{part}.{name}": value for name, value in options.items()})
+        metadata["lora_adapter_metadata"] = json.dumps({f"{prefix}{name}": value for name, value in options.items()})
+        tensors = _peft_tensors(prefix, pairs)
+    elif format == "comfyui":
+        tensors = _peft_tensors("diffusion_model.", _in_original_layers(pairs, cls, format))
     else:
-        known = families_with_original_layers()
-        if model_name not in known:
-            right = f"is known for {' and '.join(known)}, not for {model_name}; must be diffusers"
-            raise option_error("--format", format, right)
-        tensors = _in_kohya_names(pairs, model_name=model_name, rank=rank, alpha=alpha)
+        tensors = _kohya_tensors(_in_original_layers(pairs, cls, format), scale=alpha / rank)
         metadata |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
     entries = [
         TensorToWrite(name, tuple(tensor.shape), torch.float32 if name.endswith(".alpha") else dtype, tensor.detach)
@@ -111,8 +121,12 @@ def export_lora(
     return list(pairs)
 
 
-def _pairs_of(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Layer -> (A, B)."""
+def lora_pairs(state: Mapping[str, Tensor]) -> Pairs:
+    """The LoRA among the parameters of a run, by diffusers' layer names.
+
+    Raises:
+        ConfigError: there is none.
+    """
     ending = f".lora_A.{DEFAULT}.weight"
     pairs = {}
     for stem in (name.removesuffix(ending) for name in state if name.endswith(ending)):
@@ -123,61 +137,61 @@ def _pairs_of(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _in_kohya_names(
-    pairs: Mapping[str, tuple[Tensor, Tensor]], *, model_name: str, rank: int, alpha: float
-) -> dict[str, Tensor]:
-    fused: dict[OriginalLayer, list[str]] = {}
-    for layer in pairs:
-        original = original_layer(model_name, layer)
-        if original is None:
-            raise ConfigError(f"kohya's format has no name for the layer {layer}; export with --format diffusers")
-        fused.setdefault(original, []).append(layer)
+def _peft_tensors(prefix: str, pairs: Pairs) -> dict[str, Tensor]:
+    return {
+        f"{prefix}{layer}.lora_{part}.weight": matrix
+        for layer, pair in pairs.items()
+        for part, matrix in zip("AB", pair, strict=True)
+    }
+
+
+def _kohya_tensors(pairs: Pairs, *, scale: float) -> dict[str, Tensor]:
     tensors = {}
-    for original, present in fused.items():
-        down, up = _fuse(original, {layer: pairs[layer] for layer in present})
-        layer_alpha = alpha * down.shape[0] / rank
-        if original.name.startswith("final_layer."):  # the importer of diffusers drops its alpha
-            up, layer_alpha = up * (alpha / rank), float(down.shape[0])
-        name = kohya_name(original.name)
+    for layer, (down, up) in pairs.items():
+        name = f"lora_unet_{layer.replace('.', '_')}"
         tensors[f"{name}.lora_down.weight"] = down
         tensors[f"{name}.lora_up.weight"] = up
-        tensors[f"{name}.alpha"] = torch.tensor(layer_alpha)
+        tensors[f"{name}.alpha"] = torch.tensor(scale * down.shape[0])
     return tensors
 
 
-def kohya_name(original: str) -> str:
-    """The kohya name of a layer, from its publisher's name."""
-    return f"lora_unet_{original.replace('.', '_')}"
+def _in_original_layers(pairs: Pairs, cls: type[PublishedModel], format: Format) -> Pairs:
+    """The matrices by the publisher's layer names.
+
+    Raises:
+        ConfigError: a reader of the format drops a layer.
+    """
+    originals: dict[OriginalLayer, None] = {}
+    for layer in pairs:
+        original = original_layer(cls.original_layers, layer)
+        if original is None or original.name.startswith(cls.dropped_layers):
+            right = f"some programs drop {layer} from such a file; must be diffusers, or train without that layer"
+            raise option_error("--format", format, right)
+        originals[original] = None
+    return {original.name: _fuse(original, pairs) for original in originals}
 
 
-def _fuse(original: OriginalLayer, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _fuse(original: OriginalLayer, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """A stacked (ranks, in) and B block-diagonal (rows of all parts, ranks). Rows of parts without a LoRA are zero."""
-    if len(original.parts) == 1:
-        layer, (down, up) = next(iter(pairs.items()))
-        return down, swap_shift_and_scale(layer, down, up)
     present = [part for part in original.parts if part in pairs]
-    down = torch.cat([pairs[part][0] for part in present])
-    rows = rows_of_parts(original.parts, unit=down.shape[1])
-    up = torch.zeros(sum(rows), down.shape[0], dtype=down.dtype)
-    row = column = 0
-    for part, height in zip(original.parts, rows, strict=True):
-        if part in pairs:
-            block = pairs[part][1]
-            up[row : row + height, column : column + block.shape[1]] = block
-            column += block.shape[1]
-        row += height
-    return down, up
+    down, up = pairs[present[0]]
+    if len(original.parts) == 1:
+        return down, swap_shift_and_scale(present[0], down, up)
+    shares = dict(zip(original.parts, shares_of_parts(original.parts), strict=True))
+    unit = up.shape[0] // shares[present[0]]
+    blocks = [pairs[part][1] if part in pairs else up.new_zeros(unit * shares[part], 0) for part in original.parts]
+    return torch.cat([pairs[part][0] for part in present]), torch.block_diag(*blocks)
 
 
 def export_run(
     run: Path,
     path: Path,
     *,
-    format: Literal["diffusers", "kohya"] = "diffusers",
+    format: Format = "diffusers",
     step: int | None = None,
     weights: Kind | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[list[str], int, list[str]]:
+) -> tuple[list[str], int, str]:
     """Write the LoRA of a run directory to a file.
 
     Args:
@@ -187,7 +201,7 @@ def export_run(
         weights: averaged or raw. None: averaged if the run kept an average.
 
     Returns:
-        (layers in the file, step of the checkpoint, kohya names of layers that sd-scripts does not load)
+        (layers in the file, step of the checkpoint, a line on the programs that read the file)
 
     Raises:
         ConfigError: the folder is not a run, the run did not train a LoRA, or it lacks the checkpoint or weights.
@@ -210,5 +224,4 @@ def export_run(
         base=config.model.path or config.model.flavor,
         dtype=dtype,
     )
-    ignored = ignored_by_sd_scripts(config.model.name, layers) if format == "kohya" else []
-    return layers, opened.step, ignored
+    return layers, opened.step, readers_of(config.model.name, format, layers)

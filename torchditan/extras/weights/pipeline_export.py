@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Export a full fine-tune of a published model as a folder that diffusers opens.
+"""Export a full fine-tune of a published model, or the model with a LoRA folded in, as a folder for diffusers.
 
 Notable:
 - if all other parts of the pipeline are on this machine, the folder is a whole pipeline. The parts are copied from
@@ -11,20 +11,25 @@ Notable:
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from torchditan.checkpoint.safetensors_files import TensorToWrite, write_weights
 from torchditan.checkpoint.weights import Weights
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
-from torchditan.errors import ConfigError
+from torchditan.errors import ConfigError, option_error
+from torchditan.extras.published.base import build_transformer
 from torchditan.extras.published.families import PublishedModel, family
+from torchditan.extras.published.stored_weights import find_published
+from torchditan.extras.weights.lora_export import lora_pairs
 from torchditan.extras.weights.trained_model import stored_spec
 from torchditan.models.saved_weights import saved_weights
 from torchditan.run.atomic_files import new_folder
@@ -45,6 +50,11 @@ class ExportedPipeline:
     notes: tuple[str, ...] = ()
     """How the samples of the pipeline differ from those of the run."""
 
+    def as_line(self) -> str:
+        """The line for the terminal."""
+        why = f" (the transformer alone: {self.left_out})" if self.left_out else ""
+        return f"in diffusers: {self.how_to_open}{why}"
+
 
 @dataclass(frozen=True)
 class _OtherParts:
@@ -58,14 +68,71 @@ def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> Ex
     """`diffusers_export.export_to_diffusers` for a full fine-tune of a published model."""
     assert weights.config is not None
     config = from_dict(weights.config)
-    cls, flavor = family(config.model.name), family(config.model.name).flavors[config.model.flavor]
-    pipeline_class = flavor.pipeline_class or cls.pipeline_class
     with torch.device("meta"):
         model = cast(PublishedModel, stored_spec(config).build())
     weights.check(model)
+    metadata = {"step": str(weights.step), "weights": str(weights.kind)}
+    return _write_pipeline(
+        config, folder, model.transformer, _transformer_tensors(model, weights, dtype), metadata=metadata
+    )
+
+
+def merge_lora(weights: Weights, folder: Path, *, dtype: torch.dtype) -> tuple[ExportedPipeline, float]:
+    """Write the published model with the LoRA of a run folded into its weights: W + alpha / rank * B A, in float32.
+
+    Args:
+        weights: from `open_weights`, of a LoRA run.
+        folder: the folder to create, in diffusers' layout. It must not exist.
+        dtype: that the sums are rounded to.
+
+    Returns:
+        (what was written, what the rounding changes relative to the update: root mean square over the adapted layers).
+
+    Raises:
+        ConfigError: the run did not train a LoRA of published weights, or `folder` exists or cannot be written.
+    """
+    config = from_dict(weights.config or {})
+    if not config.lora.rank or config.model.path is None:
+        right = (
+            "did not train a LoRA of published weights (lora.rank and model.path), so that there is nothing to merge"
+        )
+        raise option_error("RUN", str(weights.path), right)
+    cls, sizes = family(config.model.name), stored_spec(config).config
+    transformer = build_transformer(cls.model_class, sizes)
+    base = find_published(config.model.path, subfolder=cls.subfolder).readers(model_class=cls.model_class, config=sizes)
+    pairs = lora_pairs({name: weights.tensor(name) for name in weights.shapes})
+    scale = 1 if config.lora.alpha is None else config.lora.alpha / config.lora.rank
+    squares = {"lost": 0.0, "update": 0.0}
+
+    def merged(name: str) -> Tensor:
+        weight = base[name]().float()
+        layer = name.removesuffix(".weight")
+        if layer not in pairs:
+            return weight
+        down, up = pairs[layer]
+        update = scale * (up.float() @ down.float())
+        exact = weight + update
+        squares["lost"] += (exact.to(dtype).float() - exact).square().sum().item()
+        squares["update"] += update.square().sum().item()
+        return exact
+
+    tensors = [
+        TensorToWrite(name, tuple(value.shape), dtype, partial(merged, name) if name in base else value.detach)
+        for name, value in transformer.state_dict().items()
+    ]
+    metadata = {"step": str(weights.step), "weights": str(weights.kind), "lora": str(weights.path)}
+    written = _write_pipeline(config, folder, transformer, tensors, metadata=metadata)
+    return written, math.sqrt(squares["lost"] / squares["update"]) if squares["update"] else 0.0
+
+
+def _write_pipeline(
+    config: Config, folder: Path, transformer: Any, tensors: list[TensorToWrite], *, metadata: dict[str, str]
+) -> ExportedPipeline:
+    """A folder with the transformer and, if they are on this machine, all other parts of its pipeline."""
+    cls, flavor = family(config.model.name), family(config.model.name).flavors[config.model.flavor]
+    pipeline_class = flavor.pipeline_class or cls.pipeline_class
     parts = _find_other_parts(config, pipeline_class=pipeline_class, subfolder=cls.subfolder)
-    base = config.model.path or config.model.flavor
-    metadata = {"format": "pt", "base": base, "step": str(weights.step), "weights": str(weights.kind)}
+    metadata = {"format": "pt", "base": config.model.path or config.model.flavor, **metadata}
     with new_folder(folder) as new:
         inner = new
         if isinstance(parts, _OtherParts):
@@ -73,13 +140,13 @@ def export_pipeline(weights: Weights, folder: Path, *, dtype: torch.dtype) -> Ex
             shutil.copyfile(parts.index, new / INDEX_FILE)
             for name, part in parts.folders.items():
                 shutil.copytree(part, new / name)
-        model.transformer.save_config(inner)
-        write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, weights, dtype), metadata)
+        transformer.save_config(inner)
+        write_weights(inner / WEIGHTS_FILE, tensors, metadata)
     if isinstance(parts, _OtherParts):
         return ExportedPipeline(f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
     base = config.text_encoder.path or config.model.path or flavor.hub_name or "BASE"
-    transformer = f'{cls.subfolder}={cls.model_class}.from_pretrained("{folder}")'
-    return ExportedPipeline(f'{pipeline_class}.from_pretrained("{base}", {transformer})', left_out=parts)
+    argument = f'{cls.subfolder}={cls.model_class}.from_pretrained("{folder}")'
+    return ExportedPipeline(f'{pipeline_class}.from_pretrained("{base}", {argument})', left_out=parts)
 
 
 def _transformer_tensors(model: PublishedModel, weights: Weights, dtype: torch.dtype) -> list[TensorToWrite]:
