@@ -13,10 +13,12 @@ import torch
 from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
+from torchditan.config.options import Model
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.extras.published.families import family
 from torchditan.extras.published.flux import pack, unpack
 from torchditan.extras.published.wan import first_frame_condition
+from torchditan.models import build_model_spec
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -40,9 +42,10 @@ def record(transformer: nn.Module) -> list[Call]:
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        names = ("sample", "timestep")  # what SDXL's pipeline gives by position
+        names = ("sample", "timestep")  # what the pipelines of SDXL and Z-Image give by position
         output = forward(*args, **kwargs)
-        calls.append(Call(dict(zip(names, args, strict=False)) | kwargs, output[0].clone()))
+        predicted = torch.stack(output[0]) if isinstance(output[0], list) else output[0].clone()
+        calls.append(Call(dict(zip(names, args, strict=False)) | kwargs, predicted))
         return output
 
     transformer.forward = recorded  # type: ignore[method-assign]
@@ -202,6 +205,39 @@ def test_sdxl():
             assert torch.equal(model(call.arguments["sample"], t.float(), cond), call.output)
 
 
+@pytest.mark.parametrize("is_guided", [False, True])
+def test_z_image_with_captions_of_different_lengths(is_guided):
+    spec = build_model_spec(
+        Model(name="z_image", flavor="debugmodel"), sample_shape=(16, 8, 12), num_classes=0, text_length=64
+    )
+    model = built(spec)
+    transformer = pristine(model, spec)
+    pipeline = pipeline_around("z_image", transformer, scheduler=plain_euler(), empty=TEXT)
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([17, 18, 63, *([9, 9, 9] if is_guided else [])])
+    embeds = torch.randn(len(lengths), 64, 32, generator=draw)
+    captions = [caption[:length] for caption, length in zip(embeds, lengths, strict=True)]
+    calls = record(transformer)
+    pipeline(
+        prompt_embeds=captions[:3],
+        negative_prompt_embeds=captions[3:],
+        guidance_scale=3.0 if is_guided else 0.0,
+        latents=torch.randn(3, 16, 8, 12, generator=draw),
+        num_inference_steps=2,
+        sigmas=SIGMAS,
+        height=64,
+        width=96,
+        output_type="latent",
+    )
+    cond = {"prompt_embeds": embeds, "prompt_embeds_mask": torch.arange(64) < lengths[:, None]}
+    for call, sigma in zip(calls, SIGMAS, strict=True):
+        t = call.arguments["timestep"]
+        assert torch.equal(t, torch.full((len(lengths),), 1 - sigma))  # it grows towards data, as ours
+        with torch.no_grad():
+            ours = model(torch.stack(call.arguments["sample"]).squeeze(2), t, cond)
+        assert torch.equal(ours, call.output.squeeze(2))
+
+
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "base_image_seq_len": 256}
 EVEN = torch.linspace(1, 0, 29)[:-1].tolist()
 """What these pipelines hand to their scheduler: 28 even steps."""
@@ -213,6 +249,8 @@ EVEN = torch.linspace(1, 0, 29)[:-1].tolist()
         ("flux", "FLUX.1-dev", {**DYNAMIC, "max_shift": 1.15, "max_image_seq_len": 4096, "shift": 3.0}),
         ("flux", "FLUX.1-schnell", {"shift": 1.0}),
         ("hunyuan_video", "HunyuanVideo", {"shift": 7.0}),
+        ("z_image", "Z-Image", {"shift": 6.0}),
+        ("z_image", "Z-Image-Turbo", {"shift": 3.0}),
         ("qwen_image", "Qwen-Image", {**DYNAMIC, "max_shift": 0.9, "max_image_seq_len": 8192}),
     ],
 )
