@@ -13,12 +13,14 @@ import torch
 from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
-from torchditan.config.options import Model
+from torchditan.config.options import Diffusion, Model
+from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.extras.published.families import family
 from torchditan.extras.published.flux import pack, unpack
 from torchditan.extras.published.wan import first_frame_condition
 from torchditan.models import build_model_spec
+from torchditan.randomness import draw
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -213,16 +215,16 @@ def test_z_image_with_captions_of_different_lengths(is_guided):
     model = built(spec)
     transformer = pristine(model, spec)
     pipeline = pipeline_around("z_image", transformer, scheduler=plain_euler(), empty=TEXT)
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([17, 18, 63, *([9, 9, 9] if is_guided else [])])
-    embeds = torch.randn(len(lengths), 64, 32, generator=draw)
+    embeds = torch.randn(len(lengths), 64, 32, generator=generator)
     captions = [caption[:length] for caption, length in zip(embeds, lengths, strict=True)]
     calls = record(transformer)
     pipeline(
         prompt_embeds=captions[:3],
         negative_prompt_embeds=captions[3:],
         guidance_scale=3.0 if is_guided else 0.0,
-        latents=torch.randn(3, 16, 8, 12, generator=draw),
+        latents=torch.randn(3, 16, 8, 12, generator=generator),
         num_inference_steps=2,
         sigmas=SIGMAS,
         height=64,
@@ -236,6 +238,24 @@ def test_z_image_with_captions_of_different_lengths(is_guided):
         with torch.no_grad():
             ours = model(torch.stack(call.arguments["sample"]).squeeze(2), t, cond)
         assert torch.equal(ours, call.output.squeeze(2))
+
+
+def test_the_loss_of_z_image_is_that_of_diffusers_training_script():
+    spec = spec_of("z_image")
+    model = built(spec)
+    theirs = pristine(model, spec)
+    x, _, cond = inputs_of(spec)
+    batch, randomness = {"sample": x, **cond}, draw(0, [0, 1], spec.sample_shape)
+    objective = build_objective(Diffusion(timestep_sampling="uniform", label_dropout=0), spec)
+    sigma = 1 - objective.inputs(batch, randomness).t
+    noise, sigma_wide = randomness.noise, sigma[:, None, None, None]
+    noisy = (1 - sigma_wide) * x + sigma_wide * noise
+    captions = [tokens[mask] for tokens, mask in zip(cond["prompt_embeds"], cond["prompt_embeds_mask"], strict=True)]
+    with torch.no_grad():
+        predicted = -torch.stack(theirs(list(noisy.unsqueeze(2)), 1 - sigma, captions, return_dict=False)[0]).squeeze(2)
+        loss = objective.loss(model, batch, randomness)
+    expected = (predicted - (noise - x)).square().flatten(1).mean(1)  # whose weight is 1
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "base_image_seq_len": 256}

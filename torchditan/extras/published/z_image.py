@@ -124,8 +124,8 @@ class ZImage(PublishedModel):
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Cosines and sines (..., D / 2, 2) float32 of positions (..., 3)."""
-        tables = (self.rotation_0, self.rotation_1, self.rotation_2)
-        return torch.cat([table[at] for table, at in zip(tables, positions.unbind(-1), strict=True)], dim=-2)
+        parts = [self.get_buffer(f"rotation_{axis}")[at] for axis, at in enumerate(positions.unbind(-1))]
+        return torch.cat(parts, dim=-2)
 
 
 class RotatedAttention:
