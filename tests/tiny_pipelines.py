@@ -30,6 +30,16 @@ def t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=vocabulary, extra_ids=0)
 
 
+def qwen_tokenizer() -> Any:
+    """A Qwen tokenizer of letters and the space, with a chat template."""
+    from transformers import Qwen2Tokenizer
+
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *_LETTERS]
+    template = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+    vocabulary = {word: number for number, word in enumerate(words)}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], additional_special_tokens=words[1:3], chat_template=template)
+
+
 def clip(width: int, *, projects: bool) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -152,6 +162,22 @@ def wan(*, from_image: bool = False, seed: int = 0) -> Any:
     )
     return diffusers.WanImageToVideoPipeline(
         **parts, image_encoder=CLIPVisionModel(seen).eval(), image_processor=CLIPImageProcessorPil()
+    )
+
+
+def z_image(seed: int = 0) -> Any:
+    """A ZImagePipeline."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+    from transformers import Qwen3Config, Qwen3Model
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=Qwen3Model(Qwen3Config(vocab_size=30, num_key_value_heads=1, head_dim=8, **sizes)).eval(),
+        tokenizer=qwen_tokenizer(),
+        vae=vae(),
+        transformer=transformer("z_image"),
     )
 
 

@@ -176,6 +176,7 @@ FAMILIES = Registry(
         "hunyuan_video": "torchditan.extras.published.hunyuan_video:HunyuanVideo",
         "wan": "torchditan.extras.published.wan:Wan",
         "qwen_image": "torchditan.extras.published.qwen_image:QwenImage",
+        "z_image": "torchditan.extras.published.z_image:ZImage",
     },
 )
 """`model.name`: families of published models, subclasses of `PublishedModel` (docs/extending.md)."""

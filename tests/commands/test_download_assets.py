@@ -81,6 +81,14 @@ def test_a_published_model_brings_its_pipeline_but_not_its_single_file() -> None
     assert found["lora.assistant_path"][0] == "some/adapter"
 
 
+def test_a_lora_named_by_its_file_comes_alone() -> None:
+    files = ["adapter_v1.safetensors", "adapter_v2.safetensors", "old/adapter_v2.safetensors", "README.md"]
+    model = Model(name="z_image", flavor="Z-Image-Turbo")
+    for path, expected in (("some/adapter", files[:3]), ("some/adapter/adapter_v2.safetensors", files[1:2])):
+        found = brought(files, model=model, lora=LoRA(rank=4, assistant_path=path))
+        assert found["lora.assistant_path"] == ("some/adapter", expected)
+
+
 def test_a_single_text_encoder_brings_its_weights_once_and_its_tokenizer() -> None:
     """The root of google/flan-t5-base, with a folder of another format."""
     good = ["config.json", "model.safetensors", "special_tokens_map.json", "spiece.model", "tokenizer.json"]

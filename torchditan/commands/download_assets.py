@@ -33,6 +33,7 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     from torchditan.extras.captions.encode import TEXT_PARTS
     from torchditan.extras.captions.single_encoder import FILES
     from torchditan.extras.published.families import family
+    from torchditan.extras.published.stored_weights import place_of_lora
     from torchditan.registry import FAMILIES
     from torchditan.run.hub import is_hub_name
 
@@ -53,7 +54,8 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     single = FILES if config.model.name not in FAMILIES else []
     add("text_encoder.path", config.text_encoder.path, [*whole, *single])
     add("autoencoder.path", *files_of_autoencoder(config.autoencoder))
-    add("lora.assistant_path", config.lora.assistant_path, ["*.safetensors"])
+    if config.lora.assistant_path is not None:
+        add("lora.assistant_path", *place_of_lora(config.lora.assistant_path))
     return found
 
 

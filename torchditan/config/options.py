@@ -556,7 +556,8 @@ class LoRA:
     target_modules: Annotated[list[str], Needs("lora.rank")] = field(default_factory=list)
     """Layers that get an adapter, by the end of their names or by regular expression. Default: attention layers."""
     assistant_path: Annotated[str | None, Needs("lora.rank")] = None
-    """A LoRA that is active in training and disabled in sampling, such as FLUX.1-schnell's training adapter."""
+    """A LoRA that is active in training and disabled in sampling, such as FLUX.1-schnell's training adapter: a file, or
+    a folder or hub name with one file. owner/name/file.safetensors names a file on the hub."""
 
 
 @dataclass(frozen=True)

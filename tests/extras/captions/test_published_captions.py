@@ -84,6 +84,17 @@ def test_qwen_image_pads_captions_to_one_length(captions, lengths):
     assert cut["prompt_embeds_mask"].all()
 
 
+def test_z_image_pads_captions_with_zeros():
+    pipeline, captions = tiny_pipelines.z_image(), ["abc", "", "a long caption"]
+    found = encoded("z_image", pipeline, captions)
+    mask = found["prompt_embeds_mask"]
+    assert mask.sum(1).tolist() == [5, 2, 8]  # the template adds two tokens
+    expected, _ = pipeline.encode_prompt(list(captions), do_classifier_free_guidance=False, max_sequence_length=8)
+    for row, tokens in enumerate(expected):
+        assert torch.equal(found["prompt_embeds"][row, mask[row]], tokens)
+    assert not found["prompt_embeds"][~mask].any()
+
+
 def test_sdxl_has_zeros_for_the_empty_caption_where_its_pipeline_has():
     for zeros in (True, False):
         pipeline = tiny_pipelines.sdxl()

@@ -19,6 +19,7 @@ import tiny_pipelines
 import tiny_runs
 import zoo as zoo_of_runs
 from refusals import refused
+from safetensors.torch import save_file
 
 from torchditan import load
 from torchditan.extras.published.flux import pack, unpack
@@ -104,6 +105,38 @@ def draw(pipeline: Any, prompt: str, trained: TrainedModel) -> torch.Tensor:
     )
     latents = pipeline(prompt, latents=pack(noise), guidance_scale=3.5, **common).images
     return unpack(latents, *noise.shape[-2:])
+
+
+def test_a_lora_of_z_image_over_int8_continues_and_draws_the_same_in_the_stock_pipeline(
+    lora, run_script, tmp_path
+) -> None:
+    inputs, file = lora.parent / "inputs", tmp_path / "squares.safetensors"
+    pipeline = tiny_pipelines.z_image()
+    tiny_pipelines.save(pipeline, tmp_path / "pipeline")
+    matrices = {"lora_A": torch.randn(2, 64), "lora_B": 0.1 * torch.randn(64, 2)}
+    names = [f"diffusion_model.{place}.attention.to_q" for place in ("layers.1", "noise_refiner.0")]  # of ai-toolkit
+    assistant = {f"{name}.{part}.weight": matrix.clone() for name in names for part, matrix in matrices.items()}
+    save_file(assistant, tmp_path / "assistant.safetensors")
+    flags = ["--model.name=z_image", f"--model.path={tmp_path / 'pipeline'}", "--text_encoder.max_length=40"]
+    over_int8 = ["--quantize.base=int8", f"--lora.assistant_path={tmp_path / 'assistant.safetensors'}"]
+    outcome = run_script("train.py", *job(tmp_path / "int8", inputs, *flags, *over_int8, "--optimizer.lr=1e-2"))
+    assert outcome.code == 0, outcome.err
+    assert run_script("torchditan", "export_lora", tmp_path / "int8", file).code == 0
+    as_it_is = [f"--checkpoint.initial_load_path={file}", "--training.steps=1", "--optimizer.lr=0"]
+    drawn = ["--sampling.guidance_scale=4", "--sampling.num_steps=4"]
+    outcome = run_script("train.py", *job(tmp_path / "run", inputs, *flags, *as_it_is, *drawn))
+    assert outcome.code == 0 and "start at zero" not in outcome.out, outcome.err
+
+    trained = TrainedModel.open(tmp_path / "run", device=CPU)
+    rows = trained.encode_prompts(["a red square"])
+    ours = trained.generate_rows(rows, samples_per_row=1, seed=0, batch_size=1)[0]
+    pipeline.set_progress_bar_config(disable=True)
+    options = {"num_inference_steps": 4, "height": 64, "width": 64, "max_sequence_length": 40, "output_type": "latent"}
+    options |= {"latents": normal(0, "sample", [0], trained.sample_shape), "guidance_scale": 3.0}  # 1 less than ours
+    base = pipeline("a red square", **options).images
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    assert (ours - base).abs().max() > 0.01, "the LoRA changes nothing"
+    torch.testing.assert_close(ours, pipeline("a red square", **options).images, rtol=0, atol=1e-5)
 
 
 def test_the_cache_is_filled_once_never_stale_and_names_a_damaged_file(lora, run_script, tmp_path) -> None:

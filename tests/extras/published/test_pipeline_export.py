@@ -40,6 +40,7 @@ PIPELINES = {
     "flux/debugmodel": tiny_pipelines.flux,
     "sd3/debugmodel": tiny_pipelines.sd3,
     "sdxl/debugmodel": tiny_pipelines.sdxl,
+    "z_image/debugmodel": tiny_pipelines.z_image,
     "wan/debugmodel": tiny_pipelines.wan,
     "wan/debugmodel-i2v": lambda: tiny_pipelines.wan(from_image=True),
 }
@@ -75,8 +76,7 @@ def assert_same_predictions(weights: Weights, transformer: torch.nn.Module) -> N
         untrained = model(x_t, t, cond)
         weights.fill(model)
         ours = model(x_t, t, cond)
-        model.transformer = transformer.eval()
-        theirs = model(x_t, t, cond)
+        theirs = type(model)(transformer.eval())(x_t, t, cond)
     assert not torch.allclose(untrained, ours, atol=1e-3)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)  # memory alignment decides how torch multiplies
 

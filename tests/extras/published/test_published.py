@@ -35,6 +35,7 @@ PUBLISHED = {
     ("hunyuan_video", "HunyuanVideo"): (12.82, 350.0, (16, 3, 68, 120)),  # 9 frames of video are 3 latent ones
     ("wan", "Wan2.1-T2V-1.3B"): (1.419, 849.0, (16, 21, 60, 104)),
     ("wan", "Wan2.1-I2V-14B"): (16.40, 10_056.0, (16, 33, 64, 96)),
+    ("z_image", "Z-Image-Turbo"): (6.155, 175.6, (16, 128, 128)),
     ("mochi", "Mochi-1"): (10.03, None, (12, 28, 60, 106)),
 }
 
@@ -129,7 +130,7 @@ def test_a_dropped_caption_leaves_a_finite_prediction_and_what_is_not_of_it(name
     assert torch.allclose(dropped[1], prediction[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mochi", "hunyuan_video", "qwen_image"])
+@pytest.mark.parametrize("name", ["mochi", "hunyuan_video", "qwen_image", "z_image"])
 def test_hidden_tokens_of_a_caption_say_nothing(name):
     spec = spec_of(name)
     (mask,) = (key for key, (_, dtype) in spec.conditioning.tensors.items() if dtype == torch.bool)

@@ -71,7 +71,7 @@ def test_bf16_is_close_to_float32_and_checkpointing_changes_nothing(name, flavor
     ("name", "flavor"),
     [
         pytest.param(*model, marks={"sdxl": pytest.mark.nightly}.get(model[0], pytest.mark.slow))
-        if model[0] not in ("flux", "mochi", "qwen_image")  # their families set hooks or processors of their own
+        if model[0] not in ("flux", "mochi", "qwen_image", "z_image")  # with hooks or processors of their own
         else model
         for model in MODELS
     ],

@@ -13,10 +13,14 @@ import torch
 from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
+from torchditan.config.options import Diffusion, Model
+from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.extras.published.families import family
 from torchditan.extras.published.flux import pack, unpack
 from torchditan.extras.published.wan import first_frame_condition
+from torchditan.models import build_model_spec
+from torchditan.randomness import draw
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -40,9 +44,10 @@ def record(transformer: nn.Module) -> list[Call]:
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        names = ("sample", "timestep")  # what SDXL's pipeline gives by position
+        names = ("sample", "timestep")  # what the pipelines of SDXL and Z-Image give by position
         output = forward(*args, **kwargs)
-        calls.append(Call(dict(zip(names, args, strict=False)) | kwargs, output[0].clone()))
+        predicted = torch.stack(output[0]) if isinstance(output[0], list) else output[0].clone()
+        calls.append(Call(dict(zip(names, args, strict=False)) | kwargs, predicted))
         return output
 
     transformer.forward = recorded  # type: ignore[method-assign]
@@ -202,6 +207,57 @@ def test_sdxl():
             assert torch.equal(model(call.arguments["sample"], t.float(), cond), call.output)
 
 
+@pytest.mark.parametrize("is_guided", [False, True])
+def test_z_image_with_captions_of_different_lengths(is_guided):
+    spec = build_model_spec(
+        Model(name="z_image", flavor="debugmodel"), sample_shape=(16, 8, 12), num_classes=0, text_length=64
+    )
+    model = built(spec)
+    transformer = pristine(model, spec)
+    pipeline = pipeline_around("z_image", transformer, scheduler=plain_euler(), empty=TEXT)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([17, 18, 63, *([9, 9, 9] if is_guided else [])])
+    embeds = torch.randn(len(lengths), 64, 32, generator=generator)
+    captions = [caption[:length] for caption, length in zip(embeds, lengths, strict=True)]
+    calls = record(transformer)
+    pipeline(
+        prompt_embeds=captions[:3],
+        negative_prompt_embeds=captions[3:],
+        guidance_scale=3.0 if is_guided else 0.0,
+        latents=torch.randn(3, 16, 8, 12, generator=generator),
+        num_inference_steps=2,
+        sigmas=SIGMAS,
+        height=64,
+        width=96,
+        output_type="latent",
+    )
+    cond = {"prompt_embeds": embeds, "prompt_embeds_mask": torch.arange(64) < lengths[:, None]}
+    for call, sigma in zip(calls, SIGMAS, strict=True):
+        t = call.arguments["timestep"]
+        assert torch.equal(t, torch.full((len(lengths),), 1 - sigma))  # it grows towards data, as ours
+        with torch.no_grad():
+            ours = model(torch.stack(call.arguments["sample"]).squeeze(2), t, cond)
+        assert torch.equal(ours, call.output.squeeze(2))
+
+
+def test_the_loss_of_z_image_is_that_of_diffusers_training_script():
+    spec = spec_of("z_image")
+    model = built(spec)
+    theirs = pristine(model, spec)
+    x, _, cond = inputs_of(spec)
+    batch, randomness = {"sample": x, **cond}, draw(0, [0, 1], spec.sample_shape)
+    objective = build_objective(Diffusion(timestep_sampling="uniform", label_dropout=0), spec)
+    sigma = 1 - objective.inputs(batch, randomness).t
+    noise, sigma_wide = randomness.noise, sigma[:, None, None, None]
+    noisy = (1 - sigma_wide) * x + sigma_wide * noise
+    captions = [tokens[mask] for tokens, mask in zip(cond["prompt_embeds"], cond["prompt_embeds_mask"], strict=True)]
+    with torch.no_grad():
+        predicted = -torch.stack(theirs(list(noisy.unsqueeze(2)), 1 - sigma, captions, return_dict=False)[0]).squeeze(2)
+        loss = objective.loss(model, batch, randomness)
+    expected = (predicted - (noise - x)).square().flatten(1).mean(1)  # whose weight is 1
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "base_image_seq_len": 256}
 EVEN = torch.linspace(1, 0, 29)[:-1].tolist()
 """What these pipelines hand to their scheduler: 28 even steps."""
@@ -213,6 +269,8 @@ EVEN = torch.linspace(1, 0, 29)[:-1].tolist()
         ("flux", "FLUX.1-dev", {**DYNAMIC, "max_shift": 1.15, "max_image_seq_len": 4096, "shift": 3.0}),
         ("flux", "FLUX.1-schnell", {"shift": 1.0}),
         ("hunyuan_video", "HunyuanVideo", {"shift": 7.0}),
+        ("z_image", "Z-Image", {"shift": 6.0}),
+        ("z_image", "Z-Image-Turbo", {"shift": 3.0}),
         ("qwen_image", "Qwen-Image", {**DYNAMIC, "max_shift": 0.9, "max_image_seq_len": 8192}),
     ],
 )

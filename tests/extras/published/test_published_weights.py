@@ -13,6 +13,7 @@ from debugmodels import built, inputs_of, pristine, spec_of
 from refusals import refused
 
 from torchditan.errors import ConfigError
+from torchditan.extras.published import stored_weights
 from torchditan.extras.published.families import family
 
 pytest.importorskip("diffusers")
@@ -57,7 +58,8 @@ def test_several_files_are_as_good_as_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"), [("wan", ""), ("sd3", "model.diffusion_model."), ("qwen_image", "transformer.")]
+    ("name", "prefix"),
+    [("wan", ""), ("sd3", "model.diffusion_model."), ("qwen_image", "transformer."), ("z_image", "")],
 )
 def test_one_file_in_the_names_of_diffusers(name, prefix, tmp_path):
     transformer, expected = source(name)
@@ -161,6 +163,18 @@ def test_damaged_and_missing_files_are_refused(saved):
     index = saved / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"proj_out.bias": "model-00001-of-00002.safetensors"}}))
     assert "has no model-00001-of-00002.safetensors" in line_of(saved)
+
+
+def test_a_lora_on_the_hub_is_named_by_its_file_if_there_are_several(tmp_path, monkeypatch):
+    for name in ("v1", "v2"):
+        (tmp_path / f"{name}.safetensors").touch()
+    monkeypatch.setattr(stored_weights, "fetch", lambda place, **_: {"some/adapter": tmp_path}[place])
+    find_lora = stored_weights.find_lora
+    assert find_lora("some/adapter/v2.safetensors") == tmp_path / "v2.safetensors"
+    with refused('lora.assistant_path = "some/adapter"', "v1.safetensors", "v2.safetensors"):
+        find_lora("some/adapter")
+    with refused('lora.assistant_path = "some/adapter/v3.safetensors"', "does not exist"):
+        find_lora("some/adapter/v3.safetensors")
 
 
 def test_a_config_may_leave_out_some_sizes_and_have_old_ones(tmp_path):

@@ -22,7 +22,7 @@ import torch
 from torchditan.checkpoint.safetensors_files import open_file
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.published.base import require
-from torchditan.run.hub import fetch
+from torchditan.run.hub import fetch, is_hub_name
 
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
 """Prefixes of the names of a transformer's tensors in files."""
@@ -121,7 +121,14 @@ HOW_TO_GET = (
 
 def _with_diffusers_names(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """The tensors by diffusers' names, or None if the file has its publisher's names. Prefixes are removed."""
-    marks = ("transformer_blocks.0.", "blocks.0.attn1.", "down_blocks.0.", "time_text_embed.", "condition_embedder.")
+    marks = (
+        "transformer_blocks.0.",
+        "blocks.0.attn1.",
+        "down_blocks.0.",
+        "layers.0.attention.to_q.",
+        "time_text_embed.",
+        "condition_embedder.",
+    )
     for prefix in _PREFIXES:
         if any(name.startswith(tuple(prefix + mark for mark in marks)) for name in checkpoint):
             return {name.removeprefix(prefix): value for name, value in checkpoint.items()}
@@ -152,22 +159,35 @@ def find_published(path: str, *, subfolder: str) -> PublishedWeights:
 
 
 def find_lora(path: str) -> Path:
-    """The LoRA file at `lora.assistant_path`: a file, a folder with one file, or a hub name.
+    """The LoRA file at `lora.assistant_path`: a file, a folder with one file, or a hub name (`place_of_lora`).
 
     Raises:
         ConfigError: it does not exist, or a folder has several.
     """
-    local = fetch(path, patterns=["*.safetensors"], what="a .safetensors file", option="lora.assistant_path")
+    place, patterns = place_of_lora(path)
+    local = fetch(place, patterns=patterns, what="a .safetensors file", option="lora.assistant_path")
+    if place != path:
+        local /= patterns[0]
     if local.is_dir():
         files = sorted(local.glob("*.safetensors"))
         if len(files) != 1:
-            right = f"holds {len(files)} .safetensors files; must be one of them, or a folder with one"
+            names = f": {', '.join(file.name for file in files)}" if files else ""
+            right = f"holds {len(files)} .safetensors files{names}; must be one file, such as {path}/NAME.safetensors"
             raise option_error("lora.assistant_path", path, right)
         return files[0]
     if not local.is_file():
         right = "does not exist; must be a LoRA in a .safetensors file, or a hub name"
         raise option_error("lora.assistant_path", path, right)
     return local
+
+
+def place_of_lora(path: str) -> tuple[str, list[str]]:
+    """(local path or hub name, patterns of its files). A hub name may name a file: `owner/name/file.safetensors`."""
+    owner, _, rest = path.partition("/")
+    name, _, file = rest.partition("/")
+    if file and is_hub_name(f"{owner}/{name}"):
+        return f"{owner}/{name}", [file]
+    return path, ["*.safetensors"]
 
 
 def check_names(expected: dict[str, torch.Size], found: dict[str, torch.Size], *, path: str) -> None:
