@@ -54,8 +54,10 @@ class PublishedModel(nn.Module):
         transformer: result of `build_transformer`.
     """
 
+    REQUIRED: ClassVar[tuple[str, ...]] = ("name", "model_class", "pipeline_class", "flavors", "tensors")
+    """What a subclass must define."""
     name: ClassVar[str]
-    """Name of the family, the value of `model.name`."""
+    """Name of the family: the value of `model.name`, unless that is `module:Class`."""
     model_class: ClassVar[str]
     """Class of the transformer in diffusers."""
     pipeline_class: ClassVar[str]

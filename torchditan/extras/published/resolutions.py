@@ -59,7 +59,8 @@ def _family_of(model: str) -> type[PublishedModel]:
     """The family of `flux/FLUX.1-dev`; raises ConfigError for an unknown family or flavor."""
     name, _, flavor = str(model).partition("/")
     if name not in FAMILIES or flavor not in registered(FAMILIES, name).flavors:
-        names = [f"{name}/{flavor}" for name in FAMILIES for flavor in registered(FAMILIES, name).flavors]
+        known = [*FAMILIES, *([name] if name in FAMILIES else [])]  # a family of the user's too
+        names = [f"{name}/{flavor}" for name in known for flavor in registered(FAMILIES, name).flavors]
         right = f"must be family/flavor of a published model, such as flux/FLUX.1-dev{did_you_mean(str(model), names)}"
         raise option_error(MODEL, model, right)
     return registered(FAMILIES, name)

@@ -94,8 +94,8 @@ def export_lora(
         options = {"r": rank, "lora_alpha": rank, "target_modules": list(pairs), "lora_dropout": 0.0, "bias": "none"}
         metadata["lora_adapter_metadata"] = json.dumps({f"{part}.{name}": value for name, value in options.items()})
     else:
-        known = families_with_original_layers()
-        if model_name not in known:
+        if not family(model_name).original_layers:
+            known = families_with_original_layers()
             right = f"is known for {' and '.join(known)}, not for {model_name}; must be diffusers"
             raise option_error("--format", format, right)
         tensors = _in_kohya_names(pairs, model_name=model_name, rank=rank, alpha=alpha)
