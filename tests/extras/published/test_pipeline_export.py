@@ -39,6 +39,7 @@ PIPELINES = {
     "sd3/debugmodel": tiny_pipelines.sd3,
     "sdxl/debugmodel": tiny_pipelines.sdxl,
     "wan/debugmodel": tiny_pipelines.wan,
+    "wan/debugmodel-ti2v": lambda: tiny_pipelines.wan(is_ti2v=True),
     "wan/debugmodel-i2v": lambda: tiny_pipelines.wan(from_image=True),
 }
 

@@ -35,6 +35,7 @@ PUBLISHED = {
     ("hunyuan_video", "HunyuanVideo"): (12.82, 350.0, (16, 3, 68, 120)),  # 9 frames of video are 3 latent ones
     ("wan", "Wan2.1-T2V-1.3B"): (1.419, 849.0, (16, 21, 60, 104)),
     ("wan", "Wan2.1-I2V-14B"): (16.40, 10_056.0, (16, 33, 64, 96)),
+    ("wan", "Wan2.2-TI2V-5B"): (5.000, 1_551.0, (48, 31, 44, 80)),
     ("mochi", "Mochi-1"): (10.03, None, (12, 28, 60, 106)),
 }
 

@@ -36,7 +36,7 @@ def published_options(model: str, resolution: str | None) -> dict[str, Any]:
     options |= {"model.input_channels": latent_channels(Model(name, flavor)), "dataset.num_classes": 0}
     options |= {"diffusion.objective": family.objective}
     height, width, *frames = resolution_numbers(resolution or usual_resolution(model))
-    cell = family.latent_downsampling
+    cell = family.downsampling_of(flavor)
     for side in (height, width):
         if side % cell:
             right = f"height and width must be multiples of {cell}, the pixels per latent cell of {model}"
@@ -78,7 +78,8 @@ def resolution_of(config: Config) -> str | None:
     if config.model.name not in FAMILIES or size is None:
         return None
     family: type[PublishedModel] = registered(FAMILIES, config.model.name)
-    numbers = [family.latent_downsampling * size[0], family.latent_downsampling * size[-1]]
+    cell = family.downsampling_of(config.model.flavor)
+    numbers = [cell * size[0], cell * size[-1]]
     if family.takes_videos() and config.dataset.num_frames is not None:
         numbers.append(1 + family.temporal_downsampling * (config.dataset.num_frames - 1))
     return "x".join(map(str, numbers))
