@@ -14,22 +14,21 @@ from torchditan.models.spec import Condition, ModelSpec
 from torchditan.registry import FAMILIES
 
 
-def _sample_shape(name: str) -> tuple[int, ...]:
-    """(C, 8, 12), or (C, 2, 8, 12) for videos, of the debugmodel of a family; sides are multiples of its patch."""
+def _sample_shape(name: str, flavor: str) -> tuple[int, ...]:
+    """(C, 8, 12), or (C, 2, 8, 12) for videos; sides are multiples of the patch."""
     cls = family(name)
-    sizes = cls.flavors["debugmodel"].config
+    sizes = cls.flavors[flavor].config
     frames = [2] if cls.takes_videos() else []
     return cls.latent_channels(sizes), *frames, 8, 12
 
 
-SAMPLE_SHAPES = {name: _sample_shape(name) for name in FAMILIES}
 MODELS = [(name, flavor) for name in FAMILIES for flavor in family(name).flavors if flavor.startswith("debugmodel")]
 GUIDANCE = 3.5
 
 
 def spec_of(name: str, flavor: str = "debugmodel", *, path: object = None, **options: Any) -> ModelSpec:
     config = Model(name=name, flavor=flavor, path=None if path is None else str(path), **options)
-    return build_model_spec(config, sample_shape=SAMPLE_SHAPES[name], num_classes=0, embedded_guidance=GUIDANCE)
+    return build_model_spec(config, sample_shape=_sample_shape(name, flavor), num_classes=0, embedded_guidance=GUIDANCE)
 
 
 def built(spec: ModelSpec, *, seed: int = 0) -> PublishedModel:

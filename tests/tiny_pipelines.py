@@ -139,24 +139,36 @@ def sdxl(seed: int = 0) -> Any:
     )
 
 
-def wan(*, from_image: bool = False, seed: int = 0) -> Any:
-    """A WanPipeline, or a WanImageToVideoPipeline."""
+def wan_vae(*, is_ti2v: bool = False) -> Any:
+    """An AutoencoderKLWan, or that of Wan2.2-TI2V-5B: 48 channels at one sixteenth."""
+    from diffusers import AutoencoderKLWan
+
+    shape: dict[str, Any] = {"base_dim": 3, "z_dim": 16}
+    if is_ti2v:
+        shape = {"base_dim": 4, "z_dim": 48, "is_residual": True, "patch_size": 2, "scale_factor_spatial": 16}
+        shape |= {"in_channels": 12, "out_channels": 12}
+        shape |= {"latents_mean": torch.randn(48).tolist(), "latents_std": torch.rand(48).add(0.5).tolist()}
+    sizes = {"dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
+    return AutoencoderKLWan(**shape, **sizes).eval()
+
+
+def wan(*, from_image: bool = False, is_ti2v: bool = False, seed: int = 0) -> Any:
+    """A WanPipeline of Wan2.1 or of Wan2.2-TI2V-5B, or a WanImageToVideoPipeline."""
     import diffusers
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
     torch.manual_seed(seed)
+    flavor = "debugmodel-i2v" if from_image else "debugmodel-ti2v" if is_ti2v else "debugmodel"
     text = UMT5Config(vocab_size=30, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0)
     parts = {
         "tokenizer": t5_tokenizer(),
         "text_encoder": UMT5EncoderModel(text).eval(),
-        "vae": diffusers.AutoencoderKLWan(
-            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-        ).eval(),
+        "vae": wan_vae(is_ti2v=is_ti2v),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        "transformer": transformer("wan", "debugmodel-i2v" if from_image else "debugmodel"),
+        "transformer": transformer("wan", flavor),
     }
     if not from_image:
-        return diffusers.WanPipeline(**parts)
+        return diffusers.WanPipeline(**parts, expand_timesteps=is_ti2v)
     seen = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=224, patch_size=14
     )

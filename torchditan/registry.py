@@ -36,8 +36,8 @@ class Registry(dict[str, str]):
 
     def place(self, name: str) -> str | None:
         """`module:name` of an entry, of an installed plug-in, or of the user's own; None for an unknown name."""
-        if name in self:
-            return self[name]
+        if (place := self.get(name)) is not None:
+            return place
         if ":" in name:
             return name
         return installed_plug_ins(self.group).get(name)
@@ -166,7 +166,23 @@ ARCHITECTURES = Registry(
 )
 """`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture in models/."""
 
-FAMILIES = Registry(
+
+class Families(Registry):
+    """Also contains the classes of installed plug-ins and of `module:Class`. A function is an architecture."""
+
+    def __contains__(self, name: object) -> bool:
+        """Imports what is not from this package.
+
+        Raises:
+            ConfigError: that cannot be imported, or is a class of something else.
+        """
+        if not isinstance(name, str) or super().__contains__(name) or name in ARCHITECTURES or self.place(name) is None:
+            return super().__contains__(name)
+        found, _ = resolve(ARCHITECTURES, "model.name", name)
+        return isinstance(found, type) and resolve(self, "model.name", name)[0] is found
+
+
+FAMILIES = Families(
     "torchditan.architectures",
     {
         "flux": "torchditan.extras.published.flux:Flux",
@@ -178,6 +194,7 @@ FAMILIES = Registry(
         "qwen_image": "torchditan.extras.published.qwen_image:QwenImage",
         "z_image": "torchditan.extras.published.z_image:ZImage",
     },
+    base="torchditan.extras.published.base:PublishedModel",
 )
 """`model.name`: families of published models, subclasses of `PublishedModel` (docs/extending.md)."""
 
@@ -316,7 +333,7 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
     if not (isinstance(found, type) and issubclass(found, base)):
         raise option_error(option, text, f"must be a subclass of {base.__module__}.{base.__name__}")
     if missing := [method for method in getattr(found, "REQUIRED", ()) if not overrides(found, method, base)]:
-        raise option_error(option, text, f"lacks the method {missing[0]}, which {base.__name__} does not define")
+        raise option_error(option, text, f"lacks {missing[0]}, which {base.__name__} does not define")
     return found, options
 
 

@@ -117,6 +117,7 @@ def test_train_returns_the_finished_run_and_continues_one(tmp_path: Path) -> Non
         ("diffusion.objective", "evil_lab"),
         ("diffusion.ingredients", "evil_lab"),
         ("autoencoder.name", "evil_lab"),
+        ("model.name", "evil_lab"),
         ("sampling.sampler", "this"),  # a module of Python too
         ("sampling.sampler", "evil_package.inner"),  # of a namespace package
     ],

@@ -133,11 +133,16 @@ def _source_hash(place: str) -> str | None:
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
 
 
-def _left_open(values: dict[str, Any]) -> dict[str, Any]:
-    """Options that state the objective's own value mean the same as None."""
+def _left_open(values: dict[str, Any], *, command: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Options that state the objective's own value mean the same as None.
+
+    Args:
+        command: options of the user's command, for stored values: what those name is not imported.
+    """
+    given = command or values
     own = {
-        "diffusion.prediction": {"flow_matching": "v", "ddpm": "epsilon"}.get(values.get("diffusion.objective", "")),
-        "diffusion.noise_schedule": "scaled_linear" if values.get("model.name") in FAMILIES else "linear",
+        "diffusion.prediction": {"flow_matching": "v", "ddpm": "epsilon"}.get(given.get("diffusion.objective", "")),
+        "diffusion.noise_schedule": "scaled_linear" if given.get("model.name") in FAMILIES else "linear",
     }
     return {name: None if value == own.get(name) else value for name, value in values.items()}
 
@@ -154,7 +159,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         here: options of this command.
     """
     given = _left_open(flatten_tree(json.loads(json.dumps(here, default=str))))
-    stored = _left_open(flatten_tree(there))
+    stored = _left_open(flatten_tree(there), command=given)
     absent = "absent"
     same = []
     begun, begins = stored.pop(INITIAL_WEIGHTS, None), given.pop(INITIAL_WEIGHTS, None)

@@ -281,19 +281,23 @@ def test_every_bucket_is_checked_before_anything_is_encoded(lora, run_script, tm
     assert not list((tmp_path / "cache").glob("latents/*"))
 
 
-def test_a_video_model_trained_in_full_draws_with_its_tables_of_positions(lora, run_script, tmp_path) -> None:
+@pytest.mark.parametrize(("flavor", "side"), [("debugmodel", 4), ("debugmodel-ti2v", 2)])
+def test_a_video_model_trained_in_full_draws_with_its_tables_of_positions(
+    flavor, side, lora, run_script, tmp_path
+) -> None:
     """They are in no checkpoint, and not the zeros or the rubbish of empty memory."""
-    pipeline = tiny_pipelines.save(tiny_pipelines.wan(), tmp_path / "wan")
-    flags = ["--model.name=wan", f"--model.path={pipeline}", "--text_encoder.max_length=none", *FULL]
+    pipeline = tiny_pipelines.save(tiny_pipelines.wan(is_ti2v=flavor.endswith("ti2v")), tmp_path / "wan")
+    flags = ["--model.name=wan", f"--model.flavor={flavor}", f"--model.path={pipeline}"]
+    flags += ["--text_encoder.max_length=none", *FULL]
     flags += [*write_videos(tmp_path / "videos", count=2), "--training.steps=1", "--training.global_batch_size=1"]
     flags += ["--metrics.enable_sampling=true", "--sampling.images_per_class=1", "--sampling.num_steps=2"]
     outcome = run_script("train.py", *job(tmp_path / "run", tmp_path, *flags))
     assert outcome.code == 0 and "first frames" not in outcome.out, outcome.err
     assert (tmp_path / "run/samples/step_00000001.png").is_file()
     shape = read_config(tmp_path / "run")["config"]["model"]["sample_size"]
-    assert shape == [2, 4, 4]  # a latent frame, and one for each four more
+    assert shape == [2, side, side]  # a latent frame, and one for each four more
     model = TrainedModel.open(tmp_path / "run", device=CPU).model
-    for name, buffer in tiny_pipelines.transformer("wan").named_buffers():
+    for name, buffer in tiny_pipelines.transformer("wan", flavor).named_buffers():
         assert torch.equal(model.transformer.get_buffer(name), buffer), name
     outcome = run_script("train.py", *job(tmp_path / "run", tmp_path, *flags, "--dataset.num_frames=4"))
     assert outcome.code == 2 and "1 more than a multiple of 4" in outcome.err

@@ -42,6 +42,7 @@ PIPELINES = {
     "sdxl/debugmodel": tiny_pipelines.sdxl,
     "z_image/debugmodel": tiny_pipelines.z_image,
     "wan/debugmodel": tiny_pipelines.wan,
+    "wan/debugmodel-ti2v": lambda: tiny_pipelines.wan(is_ti2v=True),
     "wan/debugmodel-i2v": lambda: tiny_pipelines.wan(from_image=True),
 }
 

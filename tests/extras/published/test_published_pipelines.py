@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import tiny_pipelines
 import torch
 from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
-from torchditan.config.options import Diffusion, Model
+from torchditan.config.options import Autoencoder, Diffusion, Model
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.timesteps import Timesteps
+from torchditan.extras.autoencoders import open_autoencoder
 from torchditan.extras.published.families import family
 from torchditan.extras.published.flux import pack, unpack
 from torchditan.extras.published.wan import first_frame_condition
@@ -163,6 +165,36 @@ def test_wan_from_an_image():
         seen, noise_level = call.arguments["hidden_states"][:, :16], call.arguments["timestep"] / 1000
         with torch.no_grad():
             assert torch.equal(model.predict(seen, noise_level, cond), call.output)
+
+
+def test_wan_2_2_and_its_autoencoder(tmp_path):
+    """Its pipeline gives each token a timestep, which are equal without a first frame."""
+    folder = tiny_pipelines.save(tiny_pipelines.wan(is_ti2v=True), tmp_path)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    spec = spec_of("wan", "debugmodel-ti2v", path=folder)
+    model = built(spec)
+    x, _, cond = inputs_of(spec)
+    calls, options = record(pipeline.transformer), {"num_frames": frames_of("wan", x), "guidance_scale": 1.0}
+    size = {"height": 16 * x.shape[-2], "width": 16 * x.shape[-1]}
+    given = {"latents": x, "num_inference_steps": 2, **options, **size, **cond}
+    latents, video = (pipeline(**given, output_type=kind).frames for kind in ("latent", "pt"))
+    for call in calls:
+        noise_level = call.arguments["timestep"][:, 0] / 1000  # (B, N) -> (B,)
+        with torch.no_grad():
+            ours = model.predict(call.arguments["hidden_states"], noise_level, cond)
+        assert torch.allclose(ours, call.output, rtol=0, atol=1e-6)
+
+    autoencoder = open_autoencoder(
+        Autoencoder(name="diffusers", path=str(folder)), device=torch.device("cpu"), image_channels=3
+    )
+    assert (autoencoder.latent_channels, autoencoder.downsampling) == (48, 16)
+    assert torch.allclose(autoencoder.decode(latents).movedim(2, 1) / 2 + 0.5, video, rtol=0, atol=1e-5)
+    pixels = torch.rand(2, 3, 5, 32, 64) * 2 - 1
+    with torch.no_grad():
+        encoded = pipeline.vae.encode(pixels).latent_dist.mode()
+    mean, std = (torch.tensor(pipeline.vae.config[key]).view(1, 48, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+    assert torch.allclose(autoencoder.encode(pixels), (encoded - mean) * (1 / std), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("hides", [False, True])

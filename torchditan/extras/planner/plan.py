@@ -276,7 +276,8 @@ def _resolve_latents(config: Config) -> Config:
         if place is not None and not Path(place).expanduser().exists():
             values[option] = None
     if dataset.dataset_name == "captions" and dataset.image_size is not None:
-        values["dataset.image_size"] = [side // family.latent_downsampling for side in dataset.image_size]
+        cell = family.downsampling_of(config.model.flavor)
+        values["dataset.image_size"] = [side // cell for side in dataset.image_size]
         if dataset.num_frames is not None and family.takes_videos():
             values["dataset.num_frames"] = 1 + (dataset.num_frames - 1) // family.temporal_downsampling
     config = config.replace(values)

@@ -45,6 +45,8 @@ class Flavor:
     """Its pipeline in diffusers, if it differs from that of its family."""
     resolution: str | None = None
     """Default resolution of grids, height x width x frames: `480x832x81`. None: 64 x 64, two latent frames."""
+    downsampling: int | None = None
+    """Pixels per latent cell, along height and width, if they differ from those of its family."""
 
 
 class PublishedModel(nn.Module):
@@ -54,8 +56,10 @@ class PublishedModel(nn.Module):
         transformer: result of `build_transformer`.
     """
 
+    REQUIRED: ClassVar[tuple[str, ...]] = ("name", "model_class", "pipeline_class", "flavors", "tensors")
+    """What a subclass must define."""
     name: ClassVar[str]
-    """Name of the family, the value of `model.name`."""
+    """Name of the family: the value of `model.name`, unless that is `module:Class`."""
     model_class: ClassVar[str]
     """Class of the transformer in diffusers."""
     pipeline_class: ClassVar[str]
@@ -67,7 +71,7 @@ class PublishedModel(nn.Module):
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     """Attribute names of the transformer that hold the repeated blocks."""
     latent_downsampling: ClassVar[int] = 8
-    """Pixels per latent cell, along height and width."""
+    """Pixels per latent cell, along height and width; `Flavor.downsampling` overrides it."""
     temporal_downsampling: ClassVar[int] = 1
     """Frames per latent frame."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -117,6 +121,11 @@ class PublishedModel(nn.Module):
     def latent_channels(cls, config: Mapping[str, Any]) -> int:
         """Channels of a sample for this config of the transformer."""
         return int(config["in_channels"])
+
+    @classmethod
+    def downsampling_of(cls, flavor: str) -> int:
+        """Pixels per latent cell of a flavor, along height and width."""
+        return cls.flavors[flavor].downsampling or cls.latent_downsampling
 
     @classmethod
     def tensors(

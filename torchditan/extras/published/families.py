@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Published diffusion transformers by family, through diffusers: from the options of [model] to a `ModelSpec`.
 
-To add a family, write a file like sd3.py and register it in `FAMILIES` of registry.py (docs/extending.md).
+To add a family, write a file like flux2.py, here or in a package of your own (docs/extending.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """Qwen-Image (Wu et al. 2025, arXiv 2508.02324): MM-DiT over packed 2 x 2 latent cells and masked Qwen2.5-VL tokens.
 
 Its pipeline shifts timesteps by the size of the image, as ours does. It also stretches them so that the last step
-starts at noise level 0.02. Ours are not stretched.
+starts at noise level 0.02. Ours are not stretched. The scheduler of Qwen-Image-2512 was not read: its flavor has the
+shift of Qwen-Image.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class QwenImage(PublishedModel):
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8),
         "Qwen-Image": Flavor("Qwen/Qwen-Image", _SIZES, text_length=512, resolution="1024x1024"),
+        "Qwen-Image-2512": Flavor("Qwen/Qwen-Image-2512", _SIZES, text_length=512, resolution="1024x1024"),
     }
 
     def __init__(self, transformer: nn.Module) -> None:

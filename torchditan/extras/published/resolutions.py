@@ -36,7 +36,7 @@ def published_options(model: str, resolution: str | None) -> dict[str, Any]:
     options |= {"model.input_channels": latent_channels(Model(name, flavor)), "dataset.num_classes": 0}
     options |= {"diffusion.objective": family.objective}
     height, width, *frames = resolution_numbers(resolution or usual_resolution(model))
-    cell = family.latent_downsampling
+    cell = family.downsampling_of(flavor)
     for side in (height, width):
         if side % cell:
             right = f"height and width must be multiples of {cell}, the pixels per latent cell of {model}"
@@ -59,7 +59,8 @@ def _family_of(model: str) -> type[PublishedModel]:
     """The family of `flux/FLUX.1-dev`; raises ConfigError for an unknown family or flavor."""
     name, _, flavor = str(model).partition("/")
     if name not in FAMILIES or flavor not in registered(FAMILIES, name).flavors:
-        names = [f"{name}/{flavor}" for name in FAMILIES for flavor in registered(FAMILIES, name).flavors]
+        known = [*FAMILIES, *([name] if name in FAMILIES else [])]  # a family of the user's too
+        names = [f"{name}/{flavor}" for name in known for flavor in registered(FAMILIES, name).flavors]
         right = f"must be family/flavor of a published model, such as flux/FLUX.1-dev{did_you_mean(str(model), names)}"
         raise option_error(MODEL, model, right)
     return registered(FAMILIES, name)
@@ -77,7 +78,8 @@ def resolution_of(config: Config) -> str | None:
     if config.model.name not in FAMILIES or size is None:
         return None
     family: type[PublishedModel] = registered(FAMILIES, config.model.name)
-    numbers = [family.latent_downsampling * size[0], family.latent_downsampling * size[-1]]
+    cell = family.downsampling_of(config.model.flavor)
+    numbers = [cell * size[0], cell * size[-1]]
     if family.takes_videos() and config.dataset.num_frames is not None:
         numbers.append(1 + family.temporal_downsampling * (config.dataset.num_frames - 1))
     return "x".join(map(str, numbers))

@@ -1,8 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Wan2.1 (Wan Team 2025, arXiv 2503.20314): videos from text, and from text and a first frame.
+"""Wan2.1 (Wan Team 2025, arXiv 2503.20314): videos from text, or from text and a first frame.
+Wan2.2-TI2V-5B: videos from text.
 
-Its pipeline samples with UniPC in even steps down to noise level 0.001 and rounds timesteps down to integers. Ours are
-exact and go down to 0. The shift depends on the resolution of the flavor: 3 for 480p, 5 for 720p.
+Their pipeline samples with UniPC in even steps down to noise level 0.001 and rounds timesteps down to integers. Ours
+are exact and go down to 0. The shift depends on the resolution of the flavor: 3 for 480p, 5 for 720p.
+
+The pipeline of Wan2.2-TI2V-5B gives each token its own timestep; all are equal unless a first frame is given. Here one
+timestep is given for all tokens. Its autoencoder has 48 channels and cells of 16 x 16 pixels.
 """
 
 from __future__ import annotations
@@ -36,6 +40,14 @@ _SIZES = {
     "rope_max_seq_len": 1024,
 }
 _SMALL = {**_SIZES, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+_TI2V = {
+    **_SIZES,
+    "num_attention_heads": 24,
+    "in_channels": 48,
+    "out_channels": 48,
+    "ffn_dim": 14336,
+    "num_layers": 30,
+}
 _FROM_IMAGE = {**_SIZES, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 _TINY = {
     **_SIZES,
@@ -47,6 +59,7 @@ _TINY = {
     "num_layers": 3,
     "rope_max_seq_len": 32,
 }
+_TINY_TI2V = {**_TINY, "in_channels": 48, "out_channels": 48}
 _TINY_FROM_IMAGE = {**_TINY, "in_channels": 36, "image_dim": 32, "added_kv_proj_dim": 64}
 _BLOCK = {
     **{
@@ -91,6 +104,7 @@ class Wan(PublishedModel):
         "debugmodel-i2v": Flavor(
             "", _TINY_FROM_IMAGE, text_length=_TEXT_TOKENS, shift=3.0, pipeline_class=_FROM_IMAGE_PIPELINE
         ),
+        "debugmodel-ti2v": Flavor("", _TINY_TI2V, text_length=8, shift=5.0, downsampling=16),
         "Wan2.1-T2V-1.3B": Flavor(
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", _SMALL, text_length=_TEXT_TOKENS, shift=3.0, resolution="480x832x81"
         ),
@@ -104,6 +118,14 @@ class Wan(PublishedModel):
             shift=3.0,
             pipeline_class=_FROM_IMAGE_PIPELINE,
             resolution="480x832x81",
+        ),
+        "Wan2.2-TI2V-5B": Flavor(
+            "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+            _TI2V,
+            text_length=_TEXT_TOKENS,
+            shift=5.0,
+            resolution="704x1280x121",
+            downsampling=16,
         ),
     }
 

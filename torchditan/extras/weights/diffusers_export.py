@@ -93,7 +93,7 @@ def export_to_diffusers(weights: Weights, folder: Path, *, dtype: torch.dtype) -
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another name")
     assert weights.config is not None
-    if weights.config["model"]["name"] in FAMILIES:
+    if from_dict(weights.config).model.name in FAMILIES:
         return export_pipeline(weights, folder, dtype=dtype)
     return _export_dit(weights, folder, dtype=dtype)
 
