@@ -79,6 +79,10 @@ RENAMED = {
         r"transformer_blocks\.(\d+)\.attn1\.to_([qkv])": r"blocks.\1.attn.qkv_x",
         r"transformer_blocks\.(\d+)\.attn1\.to_out\.0": r"blocks.\1.attn.proj_x",
     },
+    "z_image": {
+        r"attention\.to_([qkv])": "attention.qkv",
+        r"attention\.to_out\.0": "attention.out",
+    },
     "wan": {
         r"attn1\.to_([qkv])": r"self_attn.\1",
         r"attn2\.to_([qkv])": r"cross_attn.\1",
@@ -94,7 +98,7 @@ RENAMED["hunyuan_video"] = {
 """Layer of diffusers -> name in ComfyUI, which has one layer for the three of an attention in some families."""
 AS_IN_DIFFUSERS = {
     **dict.fromkeys(("flux", "sd3"), ("transformer.{}",)),
-    "qwen_image": ("{}", "transformer.{}", "diffusion_model.{}"),
+    **dict.fromkeys(("qwen_image", "z_image"), ("{}", "transformer.{}", "diffusion_model.{}")),
 }
 """How else ComfyUI lets a file name a layer of diffusers."""
 

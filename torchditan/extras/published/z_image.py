@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchditan.extras.published.base import Flavor, PublishedModel
+from torchditan.extras.published.lora_layers import QKV, with_prefixes
 from torchditan.models.spec import Condition, TensorSpec
 
 _SIZES = {
@@ -47,6 +48,13 @@ _TINY = {
 }
 _MULTIPLE = 32
 """Image and caption have multiples of this number of tokens."""
+_BLOCKS = ("noise_refiner", "context_refiner", "layers")
+_LINEARS = (*(f"attention.{name}" for name in (*QKV, "to_out.0")), *(f"feed_forward.w{i}" for i in (1, 2, 3)))
+_BLOCK = {
+    **{name: (name,) for name in (*_LINEARS, "adaLN_modulation.0")},
+    "attention.qkv": tuple(f"attention.{name}" for name in QKV),  # in the publisher's files, which LoRAs seldom follow
+    "attention.out": ("attention.to_out.0",),
+}
 
 
 class ZImage(PublishedModel):
@@ -54,7 +62,14 @@ class ZImage(PublishedModel):
     model_class = "ZImageTransformer2DModel"
     pipeline_class = "ZImagePipeline"
     caption_tokenizer = None
-    block_lists = ("noise_refiner", "context_refiner", "layers")
+    block_lists = _BLOCKS
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        name: parts for block in _BLOCKS for name, parts in with_prefixes(f"{block}.*", f"{block}.*", _BLOCK).items()
+    }
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "diffusers": ("diffusers", "ComfyUI"),
+        "kohya": ("diffusers", "musubi-tuner"),
+    }
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=3.0),
         "Z-Image": Flavor("Tongyi-MAI/Z-Image", _SIZES, text_length=256, shift=6.0, resolution="1024x1024"),
