@@ -83,7 +83,7 @@ class PublishedModel(nn.Module):
     LoRAs with kohya's or ComfyUI's names need this table."""
     dropped_layers: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the publisher's layer names that some reader drops from a LoRA, so that no file has them."""
-    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {"diffusers": ("diffusers", "ComfyUI")}
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {"diffusers": ("diffusers",)}
     """Format of an exported LoRA -> programs that read all of it."""
     caption_tokenizer: ClassVar[str | None] = "tokenizer"
     """Folder of the pipeline's tokenizer that cuts captions to `text_length`. None: it puts them into a template."""

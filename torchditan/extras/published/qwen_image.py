@@ -46,6 +46,7 @@ class QwenImage(PublishedModel):
     caption_tokenizer = None
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     sets_hooks = True
+    lora_readers: ClassVar[Mapping[str, tuple[str, ...]]] = {"diffusers": ("diffusers", "ComfyUI")}
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8),
         "Qwen-Image": Flavor("Qwen/Qwen-Image", _SIZES, text_length=512, resolution="1024x1024"),

@@ -48,9 +48,9 @@ def readers_of(model_name: str, format: Format, layers: Sequence[str]) -> str:
     cls = family(model_name)
     readers, others = list(cls.lora_readers[format]), []
     for program in ("diffusers", "ComfyUI"):
-        if program not in readers:
-            right = next(other for other, programs in cls.lora_readers.items() if program in programs)
-            others.append(f", not by {program} (use --format {right})")
+        formats = [each for each, programs in cls.lora_readers.items() if program in programs]
+        if formats and format not in formats:
+            others.append(f", not by {program} (use --format {formats[0]})")
     # ComfyUI maps diffusers' names to the publisher's, and drops the layers that it does not know.
     originals = [original_layer(cls.original_layers, layer) for layer in layers] if cls.original_layers else []
     is_whole = all(original and not original.name.startswith(cls.dropped_layers) for original in originals)
