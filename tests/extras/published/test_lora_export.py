@@ -156,7 +156,7 @@ def test_a_file_means_the_same_to_every_program_that_reads_it(name: str, format:
     assert len(layers) == sum(1 for _ in lora_parameters(trained.transformer)) / 2
     load_assistant(models["ours"].transformer, path, table=cls.original_layers)
     readers = cls.lora_readers[format]
-    assert readers_of(name, format, layers).startswith(f"read by {' and '.join(readers)}")
+    assert readers_of(name, format, layers).startswith(f"read by {', '.join(readers)}")
     if "diffusers" in readers and (name, format) != ("flux", "kohya"):  # which takes the real width only, see below
         pipeline_around(name, models["diffusers"].transformer).load_lora_weights(str(tmp_path))
     else:

@@ -50,13 +50,13 @@ def readers_of(model_name: str, format: Format, layers: Sequence[str]) -> str:
     for program in ("diffusers", "ComfyUI"):
         formats = [each for each, programs in cls.lora_readers.items() if program in programs]
         if formats and format not in formats:
-            others.append(f", not by {program} (use --format {formats[0]})")
+            others.append(f"; {program} needs --format {formats[0]}")
     # ComfyUI maps diffusers' names to the publisher's, and drops the layers that it does not know.
     originals = [original_layer(cls.original_layers, layer) for layer in layers] if cls.original_layers else []
     is_whole = all(original and not original.name.startswith(cls.dropped_layers) for original in originals)
     if format == "diffusers" and "ComfyUI" in readers and not is_whole:
         readers.remove("ComfyUI")
-    return f"read by {' and '.join(readers)}{''.join(others)}"
+    return f"read by {', '.join(readers)}{''.join(others)}"
 
 
 def export_lora(
