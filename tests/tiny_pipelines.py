@@ -81,6 +81,24 @@ def vae(channels: int = 16) -> Any:
     ).eval()
 
 
+def qwen3(width: int) -> Any:
+    """As many layers as FLUX.2 reads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 28, "num_attention_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=30, num_key_value_heads=1, head_dim=8, **sizes)).eval()
+
+
+def flux2_vae() -> Any:
+    """An AutoencoderKLFlux2 whose latents have statistics."""
+    from diffusers import AutoencoderKLFlux2
+
+    model = AutoencoderKLFlux2(block_out_channels=[8, 8, 8, 8], norm_num_groups=2, layers_per_block=1)
+    model.bn.running_mean.normal_(std=0.1)
+    model.bn.running_var.uniform_(0.5, 2.0)
+    return model.eval()
+
+
 def transformer(name: str, flavor: str = "debugmodel", **overrides: Any) -> Any:
     """The transformer of a flavor with the weights that diffusers draws."""
     import diffusers
@@ -102,6 +120,21 @@ def flux(seed: int = 0, **overrides: Any) -> Any:
         tokenizer_2=t5_tokenizer(),
         vae=vae(),
         transformer=transformer("flux", **overrides),
+    )
+
+
+def flux2(seed: int = 0, *, is_distilled: bool = False) -> Any:
+    """A Flux2KleinPipeline."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline
+
+    torch.manual_seed(seed)
+    return Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        text_encoder=qwen3(16),
+        tokenizer=qwen_tokenizer(),
+        vae=flux2_vae(),
+        transformer=transformer("flux2"),
+        is_distilled=is_distilled,
     )
 
 

@@ -39,6 +39,7 @@ def opening(job: Job, tasks: PeriodicTasks, *, notes: list[str]) -> list[str]:
     if not config.training.compile:
         messages.append(compile_advice(float8=config.float8.enable_float8_linear, device=job.device))
     if not step:
+        messages.append(job.spec.warning)
         messages.append(precision_advice(config.training.mixed_precision_param, job.device))
     elif job.stored is not None and job.device.type == "cpu":
         messages.append(changed_threads(job.stored.cpu_threads))

@@ -192,6 +192,7 @@ FAMILIES = Families(
         "hunyuan_video": "torchditan.extras.published.hunyuan_video:HunyuanVideo",
         "wan": "torchditan.extras.published.wan:Wan",
         "qwen_image": "torchditan.extras.published.qwen_image:QwenImage",
+        "flux2": "torchditan.extras.published.flux2:Flux2",
         "z_image": "torchditan.extras.published.z_image:ZImage",
     },
     base="torchditan.extras.published.base:PublishedModel",
@@ -259,7 +260,8 @@ AUTOENCODERS = Registry(
         "cosmos": "torchditan.extras.autoencoders.cosmos:open_cosmos",
         "diffusers": "torchditan.extras.autoencoders.published:open_published",
         **dict.fromkeys(
-            ("sd-vae", "sdxl", "sd3", "flux", "dc-ae"), "torchditan.extras.autoencoders.published:open_published"
+            ("sd-vae", "sdxl", "sd3", "flux", "flux2", "dc-ae"),
+            "torchditan.extras.autoencoders.published:open_published",
         ),
         **dict.fromkeys(("cosmos-ci8x8", "cosmos-ci16x16"), "torchditan.extras.autoencoders.cosmos:open_cosmos"),
     },

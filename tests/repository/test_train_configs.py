@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from torchditan import trainer
+from torchditan.config.options import Model
+from torchditan.extras.published.resolutions import latent_channels
 from torchditan.models.flops import ModelFlops
 
 if sys.version_info >= (3, 11):
@@ -44,10 +46,11 @@ def test_every_configuration_trains_a_step(
         flags += ["--model.overrides=depth=2"]
     if tables["model"].get("text") and "text_width" not in tables["model"]:  # captions set the sizes
         flags += ["--model.text_tokens=4", "--model.text_width=8"]
-    if tables["model"].get("path"):  # a published model: weights are drawn, and its latents have 16 channels
+    if tables["model"].get("path"):  # a published model, whose weights are drawn
         for module in ("diffusers", "peft", "torchao"):
             pytest.importorskip(module)
-        flags += ["--model.path=none", "--lora.assistant_path=none", "--model.input_channels=16"]
+        channels = latent_channels(Model(tables["model"]["name"], "debugmodel"))
+        flags += ["--model.path=none", "--lora.assistant_path=none", f"--model.input_channels={channels}"]
         flags += ["--dataset.aspect_buckets=false", "--optimizer.name=AdamW"]
     with torch.compiler.set_stance("force_eager"):
         result = run_script("train.py", "--job.config_file", str(file), *flags)

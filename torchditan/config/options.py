@@ -280,7 +280,7 @@ class Diffusion:
     logit_normal_std: Annotated[float, Above(0)] = 1.0
     """Standard deviation of logit(t)."""
     timestep_shift: Annotated[float | None, Above(0)] = None
-    """Shift towards noise, t / (t + shift (1 - t)), also in sampling; 1 disables it. Default: the model's, or 1."""
+    """Shift towards noise, t / (t + shift (1 - t)); 1 disables it. Default: the model's, or 1."""
     label_dropout: Annotated[float, Between(0, 1)] = 0.1
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
     embedded_guidance: Annotated[float, AtLeast(0)] = 1.0
@@ -490,7 +490,8 @@ class Sampling:
     clip_sample: bool | None = None
     """Clip the sample that ddpm predicts in each step to [-1, 1]. Default: for runs that train on pixels."""
     timestep_shift: Annotated[float | None, Above(0)] = None
-    """Shift towards noise in sampling, for flow_matching. Default: diffusion.timestep_shift."""
+    """Shift towards noise in sampling, for flow_matching. Default: that of FLUX.2's pipeline for this number of steps,
+    else diffusion.timestep_shift."""
     guidance_scale: Annotated[float, AtLeast(0)] = 2.0
     """Scale of classifier-free guidance; 1 disables it."""
     guidance_interval: Annotated[list[Annotated[float, Between(0, 1)]], Length(2, 2), ASCENDING] = field(

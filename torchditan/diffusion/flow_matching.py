@@ -44,6 +44,7 @@ class FlowMatching(Objective):
                 mean=config.logit_normal_mean,
                 std=config.logit_normal_std,
                 shift=spec.timestep_shift if config.timestep_shift is None else config.timestep_shift,
+                sampling_shift=spec.sampling_shift,
             ),
             label_dropout=config.label_dropout,
             prediction=config.prediction or "v",

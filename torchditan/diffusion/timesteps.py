@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,13 +27,15 @@ class Timesteps:
         kind: uniform, or logit_normal (section 3.1 of Esser et al. 2024): logit(t) ~ N(mean, std^2).
         mean: mean of logit(t); a value below 0 trains more on noisy samples.
         std: standard deviation of logit(t), positive.
-        shift: see `shift_timesteps`, in training and sampling; 1 changes nothing.
+        shift: see `shift_timesteps`; 1 changes nothing.
+        sampling_shift: number of steps -> shift in sampling. None: the same as in training.
     """
 
     kind: Literal["uniform", "logit_normal"]
     mean: float = 0.0
     std: float = 1.0
     shift: float = 1.0
+    sampling_shift: Callable[[int], float] | None = None
 
     def __call__(self, uniform: torch.Tensor) -> torch.Tensor:
         """Uniform numbers (B,) float32 in [0, 1) -> timesteps (B,) float32 in [0, 1]."""
@@ -42,9 +45,10 @@ class Timesteps:
         return shift_timesteps(t, self.shift)
 
     def grid(self, num_steps: int, *, shift: float | None = None) -> list[float]:
-        """num_steps + 1 timesteps from 0 (noise) to 1 (data), with this shift instead of that of training."""
-        even = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
-        return shift_timesteps(even, self.shift if shift is None else shift).tolist()
+        """num_steps + 1 timesteps from 0 (noise) to 1 (data), with this shift instead of the usual one."""
+        if shift is None:
+            shift = self.shift if self.sampling_shift is None else self.sampling_shift(num_steps)
+        return shift_timesteps(torch.linspace(0, 1, num_steps + 1, dtype=torch.float64), shift).tolist()
 
 
 def _ndtri(uniform: torch.Tensor) -> torch.Tensor:

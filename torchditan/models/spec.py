@@ -148,7 +148,9 @@ class ModelSpec:
     num_condition_tokens: int
     """Number of tokens that the condition adds to the sequence, or that cross-attention reads."""
     timestep_shift: float = 1.0
-    """The publisher's timestep shift for sampling, for samples of this shape."""
+    """The publisher's timestep shift, for samples of this shape."""
+    sampling_shift: Callable[[int], float] | None = None
+    """Number of steps -> shift of the publisher's sampling. None: the shift of training."""
     sampling: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
     """Context manager to enter with the built model during sampling."""
     condition_layers: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
@@ -172,6 +174,8 @@ class ModelSpec:
     """Whether a trained model is opened in bfloat16, if it was trained in half precision."""
     is_one_graph: bool = True
     """Whether torch.compile can trace the whole model (`compile.scope = "model"`)."""
+    warning: str | None = None
+    """Printed before training starts."""
 
     @property
     def takes_prompts(self) -> bool:

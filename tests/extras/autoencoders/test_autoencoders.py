@@ -13,6 +13,7 @@ from typing import Any
 import diffusers
 import huggingface_hub
 import pytest
+import tiny_pipelines
 import torch
 from huggingface_hub import errors
 from safetensors.torch import load, save_file
@@ -325,6 +326,25 @@ def test_autoencoder_dc_gives_what_diffusers_gives(tmp_path: Path) -> None:
     latents = mean * 0.41407
     assert torch.equal(opened.encode(images), latents)
     assert torch.equal(opened.decode(latents), model.decode(latents / 0.41407).sample)
+
+
+@torch.no_grad()
+def test_autoencoder_kl_flux2_gives_the_latents_of_its_pipeline(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, images = tiny_pipelines.flux2_vae(), random_images(2, 3, 32, 64)
+    parts = dict.fromkeys(("text_encoder", "tokenizer", "transformer"))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline: Any = diffusers.Flux2KleinPipeline(**parts, vae=model, scheduler=scheduler)
+    opened = open_as("flux2", path=save(model, tmp_path / "vae"))
+    latents = pipeline._encode_vae_image(images, generator=None)
+    assert latents.shape[1:] == opened.latent_shape(32, 64) == (128, 2, 4)
+    assert torch.allclose(opened.encode(images), latents, rtol=0, atol=1e-6)
+    raw = latents * (model.bn.running_var + model.config.batch_norm_eps).sqrt()[:, None, None]
+    raw = pipeline._unpatchify_latents(raw + model.bn.running_mean[:, None, None])
+    assert torch.allclose(opened.decode(latents), model.decode(raw).sample, rtol=0, atol=1e-5)
+
+    half = open_as("flux2", path=save(model.bfloat16(), tmp_path / "half"))  # except one count, an int64
+    assert half.dtype == torch.bfloat16 and torch.equal(half.shift, model.bn.running_mean.float())
 
 
 STATISTICS = {"latents_mean": [0.1, 0.2, 0.3, 0.4], "latents_std": [1.0, 2.0, 4.0, 8.0]}

@@ -101,3 +101,17 @@ def test_sdxl_has_zeros_for_the_empty_caption_where_its_pipeline_has():
         pipeline.register_to_config(force_zeros_for_empty_prompt=zeros)
         for value in encoded("sdxl", pipeline, CAPTIONS).values():
             assert value.flatten(1).any(1).tolist() == [True, not zeros, True]
+
+
+@pytest.mark.parametrize("is_dev", [False, True])
+def test_flux2_attends_the_padding_of_its_captions(is_dev):
+    """Mistral 3 is replaced, and Qwen 3 is tiny."""
+    pipeline = tiny_pipelines.flux2()
+    if is_dev:
+        parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
+        pipeline = diffusers.Flux2Pipeline(**parts)
+        pipeline._get_mistral_3_small_prompt_embeds = lambda prompt, max_sequence_length, **_: tokens_of(
+            prompt, max_sequence_length, 48
+        )[0]
+    found = encoded("flux2", pipeline, CAPTIONS)["prompt_embeds"]
+    assert found[1].any(1).all() and not torch.equal(found[0], found[2])

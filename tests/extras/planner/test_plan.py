@@ -94,6 +94,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
             "flux/debugmodel", *FRACTION, **{"model.overrides": ["num_layers=5", "num_single_layers=6"]}
         ),
         "sd3 LoRA int8": published("sd3/debugmodel", *INT8),
+        "flux2 LoRA int8 full": published("flux2/debugmodel", *INT8, FULL),
         "sdxl fraction": published("sdxl/debugmodel", *FRACTION),
         "mochi": published("mochi/debugmodel"),
         "hunyuan_video": published("hunyuan_video/debugmodel", FULL),

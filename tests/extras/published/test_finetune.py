@@ -317,6 +317,44 @@ def test_videos_train_a_lora_of_wan_from_their_first_frame(lora, run_script, tmp
         TrainedModel.open(tmp_path / "run", device=CPU).encode_prompts(["clip a"])
 
 
+def test_flux2_trains_on_its_base_and_draws_with_the_distilled_weights(lora, run_script, tmp_path) -> None:
+    import diffusers
+
+    pipeline, few_steps = tiny_pipelines.flux2(), tiny_pipelines.flux2(seed=1, is_distilled=True)
+    few_steps.vae = pipeline.vae
+    base = tiny_pipelines.save(pipeline, tmp_path / "base")
+    distilled = tiny_pipelines.save(few_steps, tmp_path / "distilled")
+    inputs, run, file = lora.parent / "inputs", tmp_path / "run", tmp_path / "lora/file.safetensors"
+    flags = ["--model.name=flux2", f"--model.path={base}", "--lora.rank=4", "--lora.alpha=8", "--quantize.base=int8"]
+    flags += ["--optimizer.lr=0.3", "--sampling.num_steps=2", "--sampling.images_per_class=1"]
+    drawn = ["--metrics.enable_sampling=true", "--sampling.guidance_scale=4"]
+    outcome = run_script("train.py", *job(run, inputs, *flags, *drawn))
+    assert outcome.code == 0 and "distilled" not in outcome.out, outcome.err
+    assert (run / "samples/step_00000003.png").is_file()
+    again = [f"--model.path={distilled}", "--sampling.num_steps=4", "--sampling.guidance_scale=1"]
+    outcome = run_script("torchditan", "generate", run, "--prompts", "a red square", *again)
+    assert outcome.code == 0, outcome.err
+
+    assert run_script("torchditan", "export_lora", run, file).code == 0
+    trained = TrainedModel.open(run, device=CPU, flags=again[:1])
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(distilled)
+    x, t, cond = trained.spec.example_inputs(2)
+    inputs_of_both = torch.randn(x.shape), t + 0.25, {key: torch.randn(value.shape) for key, value in cond.items()}
+    ours = trained.model(*inputs_of_both)
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    trained.model.transformer = pipeline.transformer
+    with torch.no_grad():
+        theirs = trained.model(*inputs_of_both)
+        pipeline.unload_lora_weights()
+        change = (trained.model(*inputs_of_both) - theirs).abs().max()
+    assert (ours - theirs).abs().max() < 0.05 * change, "more than the rounding of int8"
+
+    full = [*FULL, "--quantize.base=float32", f"--model.path={distilled}", "--training.steps=1"]
+    outcome = run_script("train.py", *job(tmp_path / "full", inputs, *flags, *full))
+    assert outcome.code == 0 and outcome.out.count("warning") == 1, (outcome.out, outcome.err)
+    assert f"warning: {distilled} is distilled to a few steps, which training undoes; " in outcome.out
+
+
 def test_encoders_of_another_width_are_told_in_a_line(lora, run_script, tmp_path) -> None:
     pipeline = tiny_pipelines.flux()
     pipeline.text_encoder_2 = tiny_pipelines.t5(64)

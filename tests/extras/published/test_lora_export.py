@@ -62,9 +62,9 @@ def pipeline_around(name: str, transformer: Any) -> Any:
 
 RENAMED = {
     "flux": {
-        r"^transformer_blocks\.(\d+)\.attn\.to_([qkv])": r"double_blocks.\1.img_attn.qkv",
+        r"^transformer_blocks\.(\d+)\.attn\.to_([qkv])$": r"double_blocks.\1.img_attn.qkv",
         r"^transformer_blocks\.(\d+)\.attn\.to_out\.0": r"double_blocks.\1.img_attn.proj",
-        r"single_transformer_blocks\.(\d+)\.attn\.to_([qkv])": r"single_blocks.\1.linear1",
+        r"single_transformer_blocks\.(\d+)\.attn\.to_([qkv])$": r"single_blocks.\1.linear1",
     },
     "sd3": {
         r"transformer_blocks\.(\d+)\.attn\.to_([qkv])": r"joint_blocks.\1.x_block.attn.qkv",
@@ -90,6 +90,11 @@ RENAMED = {
         r"attn2\.to_out\.0": "cross_attn.o",
     },
 }
+RENAMED["flux2"] = {
+    **RENAMED["flux"],
+    r"single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj": r"single_blocks.\1.linear1",
+    r"single_transformer_blocks\.(\d+)\.attn\.to_out$": r"single_blocks.\1.linear2",
+}
 RENAMED["hunyuan_video"] = {
     **RENAMED["flux"],
     r"context.*\.(\d+)\.attn\.to_([qkv])": r"txt_in.individual_token_refiner.blocks.\1.self_attn.qkv",
@@ -97,7 +102,7 @@ RENAMED["hunyuan_video"] = {
 }
 """Layer of diffusers -> name in ComfyUI, which has one layer for the three of an attention in some families."""
 AS_IN_DIFFUSERS = {
-    **dict.fromkeys(("flux", "sd3"), ("transformer.{}",)),
+    **dict.fromkeys(("flux", "flux2", "sd3"), ("transformer.{}",)),
     **dict.fromkeys(("qwen_image", "z_image"), ("{}", "transformer.{}", "diffusion_model.{}")),
 }
 """How else ComfyUI lets a file name a layer of diffusers."""

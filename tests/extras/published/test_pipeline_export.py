@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PIPELINES = {
     "flux/debugmodel": tiny_pipelines.flux,
+    "flux2/debugmodel": tiny_pipelines.flux2,
     "sd3/debugmodel": tiny_pipelines.sd3,
     "sdxl/debugmodel": tiny_pipelines.sdxl,
     "z_image/debugmodel": tiny_pipelines.z_image,

@@ -92,28 +92,30 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
 
 
 @pytest.mark.slow
-def test_a_whole_model_compiles_into_one_graph(mesh):
+@pytest.mark.parametrize("name", ["sd3", "flux2"])
+def test_a_whole_model_compiles_into_one_graph(name, mesh):
     """In bf16 one graph rounds the gradients differently: by up to 1.4% of their norm."""
     options = Compile(backend="eager", scope="model")
     for dtype, most in ((torch.float32, 0.0), (torch.bfloat16, 0.02)):
         torch.compiler.reset()
-        loss, model = trained("sd3", "debugmodel", mesh, param_dtype=dtype)
-        again, compiled = trained("sd3", "debugmodel", mesh, param_dtype=dtype, compile=options)
+        loss, model = trained(name, "debugmodel", mesh, param_dtype=dtype)
+        again, compiled = trained(name, "debugmodel", mesh, param_dtype=dtype, compile=options)
         assert again == loss
         found = gradients(compiled)
         for key, gradient in gradients(model).items():
             assert (found[key] - gradient).norm() <= most * gradient.norm(), (dtype, key)
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image"])
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "flux2"])
 def test_timesteps_are_not_rounded_to_bf16(name, mesh):
-    """Noise levels 0.7 and 0.7 + 2^-10 are one number in bf16, which these transformers round the timestep to."""
+    """Noise levels 0.7 and 0.7 + 2^-10 are one number in bf16, which these transformers may round the timestep to."""
     _, model = trained(name, "debugmodel", mesh, param_dtype=torch.bfloat16)
     x_t, _, cond = inputs_of(spec_of(name), batch_size=1)
     near, next_to_it = torch.tensor([0.3]), torch.tensor([0.3 - 2**-10])
     assert (1 - near).bfloat16() == (1 - next_to_it).bfloat16()
     seen = []
-    model.transformer.time_text_embed.time_proj.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    embedding = model.transformer.get_submodule("time_guidance_embed" if name == "flux2" else "time_text_embed")
+    embedding.time_proj.register_forward_hook(lambda _, inputs, output: seen.append(output))
     with torch.no_grad():
         model(x_t, near, cond)
         model(x_t, next_to_it, cond)

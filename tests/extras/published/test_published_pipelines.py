@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import tiny_pipelines
 import torch
+import torch.nn.functional as F
 from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
-from torchditan.config.options import Autoencoder, Diffusion, Model
+from torchditan.config.options import Autoencoder, Diffusion, Model, Sampling
 from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.samplers import guided_prediction
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.extras.autoencoders import open_autoencoder
 from torchditan.extras.published.families import family
 from torchditan.extras.published.flux import pack, unpack
 from torchditan.extras.published.wan import first_frame_condition
 from torchditan.models import build_model_spec
-from torchditan.randomness import draw
+from torchditan.randomness import Randomness, draw
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -290,6 +292,83 @@ def test_the_loss_of_z_image_is_that_of_diffusers_training_script():
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
+def flux2_pipeline(transformer: Any, **options: Any) -> Any:
+    """Of the kind that the transformer belongs to, with an autoencoder for its statistics alone."""
+    kind = diffusers.Flux2Pipeline if transformer.config.guidance_embeds else diffusers.Flux2KleinPipeline
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**options)
+    parts = {"vae": tiny_pipelines.flux2_vae(), "scheduler": scheduler, "transformer": transformer}
+    pipeline = kind(**parts, **dict.fromkeys(TEXT))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw_flux2(pipeline: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What the pipeline draws from this noise, before its autoencoder."""
+    height, width = (16 * size for size in x.shape[-2:])
+    return pipeline(latents=x, output_type="latent", height=height, width=width, **options).images
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel-dev"])
+def test_flux2(flavor):
+    spec = spec_of("flux2", flavor)
+    model, (x, _, cond) = built(spec), inputs_of(spec)
+    transformer = pristine(model, spec)
+    pipeline, calls = flux2_pipeline(transformer, shift=1.0), record(transformer)
+    scale = GUIDANCE if "guidance" in cond else 1.0
+    draw_flux2(pipeline, x, prompt_embeds=cond["prompt_embeds"], sigmas=SIGMAS, guidance_scale=scale)
+    assert [call.arguments["timestep"].tolist() for call in calls] == [[sigma] * 2 for sigma in SIGMAS]
+    for call in calls:
+        seen, noise_level, given = call.arguments["hidden_states"], call.arguments["timestep"], call.output
+        seen, given = (tokens.transpose(1, 2).unflatten(2, x.shape[-2:]) for tokens in (seen, given))
+        with torch.no_grad():
+            assert torch.equal(model.predict(seen, noise_level, cond), given)
+            assert torch.equal(model(seen, 1 - noise_level, cond), -given)
+
+
+def test_samples_of_flux2_are_those_of_its_pipeline():
+    spec = spec_of("flux2")
+    model, (x, _, cond) = built(spec), inputs_of(spec)
+    text, null = cond["prompt_embeds"], torch.randn(*cond["prompt_embeds"].shape[1:])
+    pipeline = flux2_pipeline(pristine(model, spec), use_dynamic_shifting=True)
+    texts = {"prompt_embeds": text, "negative_prompt_embeds": null.expand_as(text)}
+    theirs = draw_flux2(pipeline, x, **texts, guidance_scale=4.0, num_inference_steps=4)
+    mean, variance = (value[:, None, None] for value in (pipeline.vae.bn.running_mean, pipeline.vae.bn.running_var))
+    theirs = (F.pixel_unshuffle(theirs, 2) - mean) / (variance + pipeline.vae.config.batch_norm_eps).sqrt()
+    conditioning = spec.conditioning.with_null({"prompt_embeds": null})
+    predict = guided_prediction(model, conditioning=conditioning, cond=cond, guidance_scale=4.0)
+    objective = build_objective(Diffusion(), spec)
+    with torch.no_grad():
+        ours = objective.sample(predict, x, sampling=Sampling(num_steps=4), step_noise=lambda _: x)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5), (ours - theirs).abs().max()
+    assert (ours - x).abs().max() > 0.1
+
+
+def test_the_loss_of_flux2_is_that_of_the_training_script_of_diffusers():
+    """train_dreambooth_lora_flux2_klein.py, with the weight 1 of its default scheme."""
+    spec = spec_of("flux2")
+    model, (sample, t, cond) = built(spec), inputs_of(spec)
+    noise, sigmas = torch.randn_like(sample), (1 - t)[:, None, None, None]
+    pipeline, transformer = diffusers.Flux2KleinPipeline, pristine(model, spec)
+    with torch.no_grad():
+        prediction = transformer(
+            hidden_states=pipeline._pack_latents((1.0 - sigmas) * sample + sigmas * noise),
+            timestep=1 - t,
+            encoder_hidden_states=cond["prompt_embeds"],
+            txt_ids=pipeline._prepare_text_ids(cond["prompt_embeds"]),
+            img_ids=pipeline._prepare_latent_ids(sample),
+            guidance=None,
+            return_dict=False,
+        )[0]
+        ids = pipeline._prepare_latent_ids(sample)
+        prediction = pipeline._unpack_latents_with_ids(prediction, ids)
+        expected = ((prediction - (noise - sample)) ** 2).reshape(2, -1).mean(1)
+
+        objective = build_objective(Diffusion(timestep_sampling="uniform", timestep_shift=1.0, label_dropout=0), spec)
+        randomness = Randomness(noise=noise, timestep=t, label_dropout=torch.ones(2))
+        ours = objective.loss(model, {"sample": sample, "prompt_embeds": cond["prompt_embeds"]}, randomness)
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-6), ours - expected
+
+
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "base_image_seq_len": 256}
 EVEN = torch.linspace(1, 0, 29)[:-1].tolist()
 """What these pipelines hand to their scheduler: 28 even steps."""
@@ -319,3 +398,19 @@ def test_samples_are_drawn_at_the_noise_levels_of_the_pipeline(name, flavor, opt
     scheduler.set_timesteps(sigmas=EVEN, mu=mu)
     ours = torch.tensor([1 - t for t in Timesteps(kind="uniform", shift=spec.timestep_shift).grid(28)])
     assert (scheduler.sigmas - ours).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("num_steps", [4, 50])
+@pytest.mark.parametrize("size", [(8, 12), (64, 64), (64, 68)])  # the last has more than 4300 tokens
+def test_samples_of_flux2_are_drawn_at_noise_levels_that_depend_on_the_steps(size, num_steps):
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    flux2 = Model(name="flux2", flavor="FLUX.2-klein-4B")
+    spec = build_model_spec(flux2, sample_shape=(128, *size), num_classes=0)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    mu = compute_empirical_mu(spec.num_tokens, num_steps)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / num_steps, num_steps).tolist(), mu=mu)
+    timesteps = build_objective(Diffusion(), spec).timesteps
+    ours = torch.tensor([1 - t for t in timesteps.grid(num_steps)])
+    assert (scheduler.sigmas - ours).abs().max() < 1e-6
+    assert timesteps.shift == pytest.approx(timesteps.sampling_shift(200), rel=1e-4), "that of training"

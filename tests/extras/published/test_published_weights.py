@@ -12,9 +12,11 @@ import torch
 from debugmodels import built, inputs_of, pristine, spec_of
 from refusals import refused
 
+from torchditan.config.options import LoRA, Model
 from torchditan.errors import ConfigError
 from torchditan.extras.published import stored_weights
 from torchditan.extras.published.families import family
+from torchditan.models import build_model_spec
 
 pytest.importorskip("diffusers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -201,3 +203,14 @@ def test_sizes_that_are_not_those_of_the_files_are_refused_before_memory_is_allo
     config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
     with pytest.raises(ConfigError, match=message):
         spec_of("sd3", path=saved).build()
+
+
+@pytest.mark.parametrize("assistant", [None, "assistant.safetensors"])
+def test_schnell_is_trained_without_a_warning_only_with_an_assistant(assistant, tmp_path):
+    source("flux", overrides=["guidance_embeds=false"])[0].save_pretrained(tmp_path / "schnell")
+    (tmp_path / "assistant.safetensors").touch()
+    model = Model(name="flux", flavor="FLUX.1-schnell", path=str(tmp_path / "schnell"))
+    lora = LoRA(rank=2, assistant_path=assistant and str(tmp_path / assistant))
+    warning = build_model_spec(model, sample_shape=(16, 8, 8), num_classes=0, lora=lora).warning
+    assert (warning is None) == (assistant is not None)
+    assert assistant or warning.endswith("train a LoRA with --lora.assistant_path")

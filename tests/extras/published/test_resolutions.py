@@ -40,6 +40,7 @@ LATENTS = {
     "hunyuan_video": (16, 8, 4, "flow_matching"),
     "wan": (16, 8, 4, "flow_matching"),
     "qwen_image": (16, 8, None, "flow_matching"),
+    "flux2": (128, 16, None, "flow_matching"),
 }
 """As published: channels, pixels to a cell, frames to a latent one (None: images), objective."""
 OTHER_LATENTS = {"debugmodel-ti2v": (48, 16), "Wan2.2-TI2V-5B": (48, 16)}

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Published autoencoders that diffusers opens (AutoencoderKL, AutoencoderDC, and video autoencoders).
+"""Published autoencoders that diffusers opens (AutoencoderKL, AutoencoderDC, and those of FLUX.2 and of videos).
 
 Notable:
-- channels, downsampling and normalisation come from the autoencoder's own config.json. The catalogue supplies missing
-  values, and refuses another autoencoder under a published name;
+- channels, downsampling and normalisation come from the autoencoder's own config.json; FLUX.2's normalisation is in its
+  weights. The catalogue supplies missing values, and refuses another autoencoder under a published name;
 - weights are read from safetensors only, and every tensor must match: diffusers would fill a gap with random numbers;
 - autoencoders whose config sets `force_upcast`, or whose weights are stored in float32 or float16, compute in float32,
   because float16 overflows in these decoders. bfloat16 weights compute in bfloat16. `autoencoder.dtype` overrides this:
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchditan.config import options
@@ -29,7 +30,8 @@ from torchditan.extras.autoencoders.catalogue import PUBLISHED, Published
 from torchditan.extras.autoencoders.hub import find_weights, place_of
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
-IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
+FOLDED_CLASS = "AutoencoderKLFlux2"
+IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC", FOLDED_CLASS)
 VIDEO_CLASSES = ("AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderKLMochi", "AutoencoderKLQwenImage")
 CLASSES = (*IMAGE_CLASSES, *VIDEO_CLASSES)
 
@@ -75,6 +77,25 @@ class DiffusersAutoencoder(Autoencoder):
         return self._model.decode(latents).sample
 
 
+class FoldedAutoencoder(DiffusersAutoencoder):
+    """The autoencoder of FLUX.2, whose pipelines fold 2 x 2 cells into channels: (B, C, h, w) -> (B, 4C, h / 2, w / 2).
+
+    The four cells of a channel are adjacent, row by row.
+    """
+
+    def __init__(self, model: Any, *, fingerprint: str, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(model, fingerprint=fingerprint, dtype=dtype, device=device)
+        self.latent_channels *= 4
+        self.downsampling *= 2
+
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        posterior = self._model.encode(images).latent_dist
+        return F.pixel_unshuffle(posterior.mean, 2), F.pixel_unshuffle(posterior.logvar, 2)
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        return super()._decode(F.pixel_shuffle(latents, 2))
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / FILES[0]).read_text(encoding="utf-8-sig"))
@@ -109,6 +130,11 @@ def _normalization_of(config: dict[str, Any], published: Published | None) -> tu
     return None if factor is None else (torch.tensor([float(shift or 0.0)]), torch.tensor([float(factor)]))
 
 
+def _statistics_of(weights: dict[str, Tensor], *, eps: float) -> tuple[Tensor, Tensor]:
+    """Shift and scale (C,) float32 of FLUX.2's latents, from its batch normalisation."""
+    return weights["bn.running_mean"].float(), (weights["bn.running_var"].float() + eps).rsqrt()
+
+
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors, sorted, under the names in current diffusers versions."""
     from safetensors import SafetensorError
@@ -137,7 +163,7 @@ def _check_weights(weights: dict[str, Tensor], model: Any, *, folder: Path) -> N
 
 
 def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dtype:
-    stored = {weight.dtype for weight in weights.values()}
+    stored = {weight.dtype for weight in weights.values() if weight.is_floating_point()}
     return torch.bfloat16 if stored == {torch.bfloat16} and not force_upcast else torch.float32
 
 
@@ -181,7 +207,10 @@ def open_published(
     # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
     used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
     model.load_state_dict(used, assign=True)
-    autoencoder = DiffusersAutoencoder(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
+    opened = DiffusersAutoencoder
+    if described["_class_name"] == FOLDED_CLASS:
+        opened, normalization = FoldedAutoencoder, _statistics_of(weights, eps=model.config["batch_norm_eps"])
+    autoencoder = opened(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
     if normalization is not None:
         shift, scale = (values.expand(autoencoder.latent_channels).clone() for values in normalization)
         autoencoder.set_normalization(shift=shift, scale=scale)

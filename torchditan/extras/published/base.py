@@ -43,6 +43,8 @@ class Flavor:
     """Shift of its pipeline's timesteps. None: the shift depends on the sample size."""
     pipeline_class: str | None = None
     """Its pipeline in diffusers, if it differs from that of its family."""
+    is_distilled: bool = False
+    """Whether its weights are distilled to a few steps and have no base; a LoRA needs `lora.assistant_path`."""
     resolution: str | None = None
     """Default resolution of grids, height x width x frames: `480x832x81`. None: 64 x 64, two latent frames."""
     downsampling: int | None = None
@@ -148,9 +150,14 @@ class PublishedModel(nn.Module):
 
     @classmethod
     def shift(cls, flavor: Flavor, *, num_tokens: int) -> float:
-        """Shift of the timesteps that its pipeline uses for this number of tokens."""
+        """Shift of the timesteps for this number of tokens; that of its pipeline if there is no `sampling_shift`."""
         assert flavor.shift is not None
         return flavor.shift
+
+    @classmethod
+    def sampling_shift(cls, *, num_tokens: int) -> Callable[[int], float] | None:
+        """Number of steps -> shift of its pipeline, where that is another one than in training."""
+        return None
 
     @classmethod
     def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:

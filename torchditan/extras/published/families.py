@@ -107,13 +107,27 @@ def build_published_spec(
         num_tokens=num_tokens,
         num_condition_tokens=max(texts, default=0),
         timestep_shift=cls.shift(flavor, num_tokens=num_tokens),
+        sampling_shift=cls.sampling_shift(num_tokens=num_tokens),
         is_one_graph=not cls.sets_hooks,
         init_unsaved=_init_all if lora.rank else _fill_buffers,
         turn_off_adapter=_turn_off_lora if lora.rank else None,
         restore_published=None if weights is None else _without_lora if lora.rank else _init_all,
         is_sampled_in_half=True,
         sampling=_without_assistant if lora.assistant_path else lambda model: nullcontext(),
+        warning=None if weights is None or lora.assistant_path else _distillation(flavor, weights, path=config.path),
     )
+
+
+def _distillation(flavor: Flavor, weights: PublishedWeights, *, path: str | None) -> str | None:
+    """Warning if plain training takes away from these weights that they sample in a few steps."""
+    if flavor.is_distilled:
+        remedy = "train a LoRA with --lora.assistant_path"
+    elif weights.is_distilled():
+        draw = f"torchditan generate RUN --model.path {path} --sampling.num_steps 4 --sampling.guidance_scale 1"
+        remedy = f"train a LoRA of its base, {flavor.hub_name}, and use it with the distilled model: {draw}"
+    else:
+        return None
+    return f"warning: {path} is distilled to a few steps, which training undoes; {remedy}"
 
 
 def _init_all(model: nn.Module, seed: int) -> None:

@@ -106,6 +106,7 @@ class Flux(PublishedModel):
             {**_SIZES, "guidance_embeds": False},
             text_length=256,
             shift=1.0,
+            is_distilled=True,
             resolution="512x512",
         ),
     }

@@ -46,6 +46,13 @@ class PublishedWeights:
         content: dict[str, Any] = json.loads((self.path / "config.json").read_text(encoding="utf-8-sig"))
         return content
 
+    def is_distilled(self) -> bool:
+        """Whether the model_index.json of the pipeline says that it is distilled to a few steps."""
+        index = self.path.parent / "model_index.json"
+        if not index.is_file():
+            return False
+        return bool(json.loads(index.read_text(encoding="utf-8-sig")).get("is_distilled"))
+
     def shapes(self) -> dict[str, torch.Size]:
         """Name -> shape of the tensors in a folder, from the headers of its files."""
         shapes: dict[str, torch.Size] = {}
