@@ -73,7 +73,14 @@ class ZImage(PublishedModel):
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=3.0),
         "Z-Image": Flavor("Tongyi-MAI/Z-Image", _SIZES, text_length=256, shift=6.0, resolution="1024x1024"),
-        "Z-Image-Turbo": Flavor("Tongyi-MAI/Z-Image-Turbo", _SIZES, text_length=256, shift=3.0, resolution="1024x1024"),
+        "Z-Image-Turbo": Flavor(
+            "Tongyi-MAI/Z-Image-Turbo",
+            _SIZES,
+            text_length=256,
+            shift=3.0,
+            is_distilled=True,
+            resolution="1024x1024",
+        ),
     }
 
     def __init__(self, transformer: nn.Module) -> None:
