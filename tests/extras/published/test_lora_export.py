@@ -29,6 +29,7 @@ from torchditan.errors import ConfigError
 from torchditan.extras.published.base import build_transformer
 from torchditan.extras.published.families import family
 from torchditan.extras.published.lora import add_lora, find_target_modules, load_assistant, lora_parameters
+from torchditan.extras.published.lora_file import read_adapter
 from torchditan.extras.published.lora_layers import original_layer
 from torchditan.extras.weights.lora_export import export_lora, readers_of
 from torchditan.registry import FAMILIES
@@ -258,6 +259,25 @@ def test_we_read_all_layers_of_kohya_files_back(
     again = seeded(build).eval()
     load_assistant(again, path, table=family(name).original_layers)
     assert torch.allclose(predict(again, inputs()), predict(model, inputs()), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "parts"),
+    [
+        ("z_image", "layers_0_attention_qkv", [f"layers.0.attention.to_{part}" for part in "qkv"]),
+        ("flux2", "double_blocks_0_txt_attn_qkv", [f"transformer_blocks.0.attn.add_{part}_proj" for part in "qkv"]),
+    ],
+)
+def test_a_fused_layer_is_split(name: str, fused: str, parts: list[str]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    down, up = torch.randn(2, 64, generator=draw), torch.randn(192, 2, generator=draw)
+    state = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(6.0)}
+    state = {f"lora_unet_{fused}.{key}": value for key, value in state.items()}
+    layers = find_target_modules(built(spec_of(name)).transformer, ALL_LINEARS)
+    found = read_adapter(state, layers, table=family(name).original_layers, shown="it")
+    for part, rows in zip(parts, 3 * (up @ down).split(64), strict=True):
+        assert torch.allclose(found.up.pop(part) @ found.down[part], rows, atol=1e-5)
+    assert not found.up
 
 
 @pytest.mark.parametrize(
