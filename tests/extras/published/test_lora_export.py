@@ -275,7 +275,7 @@ def test_a_fused_layer_is_split(name: str, fused: str, parts: list[str]) -> None
     state = {f"lora_unet_{fused}.{key}": value for key, value in state.items()}
     layers = find_target_modules(built(spec_of(name)).transformer, ALL_LINEARS)
     found = read_adapter(state, layers, table=family(name).original_layers, shown="it")
-    for part, rows in zip(parts, 3 * (up @ down).split(64), strict=True):
+    for part, rows in zip(parts, (3 * up @ down).split(64), strict=True):
         assert torch.allclose(found.up.pop(part) @ found.down[part], rows, atol=1e-5)
     assert not found.up
 
