@@ -178,12 +178,13 @@ def find_lora(path: str) -> Path:
     if local.is_dir():
         files = sorted(local.glob("*.safetensors"))
         if len(files) != 1:
-            names = f": {', '.join(file.name for file in files)}" if files else ""
-            right = f"holds {len(files)} .safetensors files{names}; must be one file, such as {path}/NAME.safetensors"
+            names = ", ".join(file.name for file in files)
+            example = f" ({names}); must be one of them, such as {path}/{files[-1].name}" if files else ""
+            right = f"holds {len(files)} .safetensors files{example}"
             raise option_error("lora.assistant_path", path, right)
         return files[0]
     if not local.is_file():
-        right = "does not exist; must be a LoRA in a .safetensors file, or a hub name"
+        right = "does not exist; must be a LoRA in a .safetensors file, or a hub name (owner/name, or owner/name/FILE)"
         raise option_error("lora.assistant_path", path, right)
     return local
 
