@@ -284,7 +284,7 @@ class Diffusion:
     label_dropout: Annotated[float, Between(0, 1)] = 0.1
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
     embedded_guidance: Annotated[float, AtLeast(0)] = 1.0
-    """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
+    """Guidance scale during training, for models that embed it (FLUX.1-dev, FLUX.2-dev, HunyuanVideo)."""
     ingredients: list[Annotated[str, INGREDIENTS]] = field(default_factory=list)
     """Changes of the objective, each with its options after the name, "module:name weight=0.1" (docs/extending.md)."""
 
@@ -516,7 +516,7 @@ class Sampling:
     at_start: bool = False
     """Also draw a grid before the first step."""
     embedded_guidance: Annotated[float, AtLeast(0)] = 3.5
-    """Guidance scale during sampling, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
+    """Guidance scale during sampling, for models that embed it (FLUX.1-dev, FLUX.2-dev, HunyuanVideo)."""
 
 
 @dataclass(frozen=True)

@@ -179,16 +179,20 @@ def test_a_lora_on_the_hub_is_named_by_its_file_if_there_are_several(tmp_path, m
         find_lora("some/adapter/v3.safetensors")
 
 
-def test_a_config_may_leave_out_some_sizes_and_have_old_ones(tmp_path):
-    """The released ones do: FLUX.1-dev's says nothing of axes_dims_rope."""
-    model = built(spec_of("flux"))
+@pytest.mark.parametrize(
+    ("name", "flavor", "missing"),
+    [("flux", "debugmodel", "axes_dims_rope"), ("flux2", "debugmodel-dev", "guidance_embeds")],
+)
+def test_a_config_may_leave_out_some_sizes_and_have_old_ones(name, flavor, missing, tmp_path):
+    """The released ones of FLUX.1-dev and FLUX.2-dev do."""
+    model = built(spec_of(name, flavor))
     model.transformer.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
-    del content["axes_dims_rope"]
+    del content[missing]
     content["of_an_older_version"] = 768
     file.write_text(json.dumps(content))
-    assert spec_of("flux", path=tmp_path).config["axes_dims_rope"] == spec_of("flux").config["axes_dims_rope"]
+    assert spec_of(name, flavor, path=tmp_path).config[missing] == spec_of(name, flavor).config[missing]
 
 
 @pytest.mark.parametrize(

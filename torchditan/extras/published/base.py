@@ -239,9 +239,10 @@ def build_transformer(model_class: str, config: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(f"model.overrides: {reader} does not accept these sizes: {first_line(error)}") from error
 
 
-def sizes_of_class(model_class: str) -> set[str]:
-    """Keys that a class of diffusers accepts from a config.json."""
-    return set(inspect.signature(getattr(require("diffusers"), model_class).__init__).parameters) - {"self"}
+def sizes_of_class(model_class: str) -> dict[str, Any]:
+    """Keys that a class of diffusers accepts from a config.json, with their defaults."""
+    accepted = inspect.signature(getattr(require("diffusers"), model_class)).parameters
+    return {name: parameter.default for name, parameter in accepted.items()}
 
 
 @contextmanager

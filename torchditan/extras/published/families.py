@@ -246,8 +246,9 @@ def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, A
     if stored.get("_class_name", cls.model_class) != cls.model_class:
         right = f"is a {stored['_class_name']}; model.name {cls.name} needs a {cls.model_class}"
         raise option_error("model.path", path, right)
+    defaults = sizes_of_class(cls.model_class)
     for name in ("guidance_embeds", "image_dim"):
-        there, here = (sizes.get(name) or False for sizes in (stored, flavor.config))
+        there, here = (sizes.get(name, defaults.get(name)) or False for sizes in (stored, flavor.config))
         if bool(there) != bool(here):
             right = f"has {name} = {json.dumps(there)}, which is another flavor of {cls.name}"
             raise option_error("model.path", path, right)
