@@ -2,7 +2,7 @@
 """Mochi 1 (Genmo 2024): an asymmetric MM-DiT over videos with learned rotary frequencies that pools T5 tokens itself.
 
 Notable:
-- its timestep grows towards data and its prediction is data - noise, as in our models and unlike all other families;
+- its timestep grows towards data and its prediction is data - noise, as in our models and unlike most families;
 - its pipeline samples on a schedule that is first linear and then quadratic. No shift of even steps gives that
   schedule; ours has even steps;
 - diffusers removes the padding of each caption, sample by sample. The number of tokens then depends on the data, which
