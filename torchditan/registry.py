@@ -42,6 +42,10 @@ class Registry(dict[str, str]):
             return name
         return installed_plug_ins(self.group).get(name)
 
+    def names(self) -> list[str]:
+        """Those of its entries and of installed plug-ins."""
+        return [*self, *installed_plug_ins(self.group)]
+
 
 @functools.lru_cache(maxsize=64)
 def installed_plug_ins(group: str) -> dict[str, str]:
@@ -206,6 +210,9 @@ class Registries(ChainMap[str, str]):
     def place(self, name: str) -> str | None:
         return next((place for part in self.maps if (place := cast(Registry, part).place(name)) is not None), None)
 
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for part in self.maps for name in cast(Registry, part).names()))
+
 
 MODELS = Registries(FAMILIES, ARCHITECTURES)
 """All values of `model.name`, those of models/ first."""
@@ -318,7 +325,7 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
         options[key] = parse_value(value)
     if registry.place(name) is None:
         known = f"one of {', '.join(registry)}, or " if registry else ""
-        raise option_error(option, text, f"must be {known}module:name{did_you_mean(name, registry)}")
+        raise option_error(option, text, f"must be {known}module:name{did_you_mean(name, registry.names())}")
     try:
         found = registered(registry, name)
     except Exception as error:  # whatever a module of the user's raises

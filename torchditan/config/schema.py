@@ -121,7 +121,8 @@ class Option:
             name = str(element)
             is_known = not self.choices or self.kind is int or name in self.choices
         if not is_known:
-            raise option_error(self.name, value, self.expected + did_you_mean(name, self.choices))
+            names = self.choices.names() if isinstance(self.choices, (Registry, Registries)) else self.choices
+            raise option_error(self.name, value, self.expected + did_you_mean(name, names))
         return element
 
     def allows(self, value: Any) -> bool:

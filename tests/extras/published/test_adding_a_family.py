@@ -104,6 +104,7 @@ def test_it_trains_resumes_exports_and_is_planned(name: str, zoo: Zoo, run_scrip
     [
         ([f"--model.name={BY_NAME}", "--model.flavor=mine"], 'model.flavor = "mine"', ["Mine?"]),
         ([f"--model.name={BY_CLASS}", "--model.flavor=mine"], 'model.flavor = "mine"', ["Mine?"]),
+        (["--model.name=my_famly"], 'model.name = "my_famly"', ["my_family?"]),
         (["--model.name=my_lab.broken:Mine"], 'model.name = "my_lab.broken:Mine"', ["no_such_module"]),
         (["--model.name=my_lab.my_family:Mine"], 'model.name = "my_lab.my_family:Mine"', ["Mine"]),
         (["--model.name=my_lab.my_family:Flux"], "model.flavor", ["FLUX.1-dev"]),
