@@ -244,6 +244,7 @@ AUTOENCODERS = Registry(
             ("sd-vae", "sdxl", "sd3", "flux", "dc-ae"), "torchditan.extras.autoencoders.published:open_published"
         ),
         **dict.fromkeys(("cosmos-ci8x8", "cosmos-ci16x16"), "torchditan.extras.autoencoders.cosmos:open_cosmos"),
+        "rae": "torchditan.extras.autoencoders.rae:open_rae",
     },
 )
 """`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`. extras/autoencoders/catalogue.py has the
