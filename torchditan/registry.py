@@ -62,7 +62,13 @@ OBJECTIVES = Registry(
 )
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
-INGREDIENTS = Registry("torchditan.ingredients", {}, base="torchditan.diffusion.objectives:Ingredient")
+INGREDIENTS = Registry(
+    "torchditan.ingredients",
+    {
+        "cosine_velocity": "torchditan.extras.methods.cosine_velocity:CosineVelocity",
+    },
+    base="torchditan.diffusion.objectives:Ingredient",
+)
 """`diffusion.ingredients`: subclasses of `torchditan.diffusion.objectives.Ingredient`."""
 
 SAMPLERS = Registry(
