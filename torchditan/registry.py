@@ -66,7 +66,13 @@ OBJECTIVES = Registry(
 )
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
-INGREDIENTS = Registry("torchditan.ingredients", {}, base="torchditan.diffusion.objectives:Ingredient")
+INGREDIENTS = Registry(
+    "torchditan.ingredients",
+    {
+        "cosine_velocity": "torchditan.extras.methods.cosine_velocity:CosineVelocity",
+    },
+    base="torchditan.diffusion.objectives:Ingredient",
+)
 """`diffusion.ingredients`: subclasses of `torchditan.diffusion.objectives.Ingredient`."""
 
 SAMPLERS = Registry(
@@ -271,6 +277,7 @@ AUTOENCODERS = Registry(
             "torchditan.extras.autoencoders.published:open_published",
         ),
         **dict.fromkeys(("cosmos-ci8x8", "cosmos-ci16x16"), "torchditan.extras.autoencoders.cosmos:open_cosmos"),
+        "rae": "torchditan.extras.autoencoders.rae:open_rae",
     },
 )
 """`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`. extras/autoencoders/catalogue.py has the

@@ -61,6 +61,13 @@ def test_an_autoencoder_brings_its_own_files_alone(
     assert sorted(found["autoencoder.path"][1]) == sorted(files)
 
 
+def test_rae_brings_its_files_and_its_encoder() -> None:
+    section = Autoencoder(name="rae encoder=some/vit", path="some/rae")
+    found = brought([*ALONE, "model.safetensors", "pytorch_model.bin"], autoencoder=section)
+    assert found["autoencoder.path"] == ("some/rae", ["config.json", "diffusion_pytorch_model.safetensors"])
+    assert found["autoencoder.name"] == ("some/vit", ["config.json", "model.safetensors"])
+
+
 def test_an_autoencoder_without_weights_brings_nothing() -> None:
     assert brought(PIPELINE, autoencoder=Autoencoder(name="haar")) == {}
 

@@ -30,11 +30,12 @@ def parse(argv: list[str]) -> Config:
 
 def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     """(option, hub name, file patterns) of everything that is on the hub and not in a local folder."""
+    from torchditan.extras.autoencoders.rae import ENCODER_FILES
     from torchditan.extras.captions.encode import TEXT_PARTS
     from torchditan.extras.captions.single_encoder import FILES
     from torchditan.extras.published.families import family
     from torchditan.extras.published.stored_weights import place_of_lora
-    from torchditan.registry import FAMILIES
+    from torchditan.registry import AUTOENCODERS, FAMILIES, resolve
     from torchditan.run.hub import is_hub_name
 
     found: list[tuple[str, str, list[str]]] = []
@@ -54,6 +55,9 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     single = FILES if config.model.name not in FAMILIES else []
     add("text_encoder.path", config.text_encoder.path, [*whole, *single])
     add("autoencoder.path", *files_of_autoencoder(config.autoencoder))
+    if config.autoencoder.name is not None:
+        _, given = resolve(AUTOENCODERS, "autoencoder.name", config.autoencoder.name)
+        add("autoencoder.name", given.get("encoder"), [*ENCODER_FILES])
     if config.lora.assistant_path is not None:
         add("lora.assistant_path", *place_of_lora(config.lora.assistant_path))
     return found

@@ -234,7 +234,7 @@ class Autoencoder:
     """The autoencoder that encodes pixels to latents and decodes latents to pixels."""
 
     name: Annotated[str | None, AUTOENCODERS] = None
-    """An autoencoder without weights (haar), a published one, or the kind of what is at path: cosmos or diffusers
+    """An autoencoder without weights (haar), a published one, or the kind of what is at path: cosmos, diffusers or rae
     (docs/data.md). Default: that of the latents."""
     path: str | None = None
     """Folder of the weights, or a hub name. Default: follows from the latents, autoencoder.name or model.path."""

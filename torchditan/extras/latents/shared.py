@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torchditan.data_stream.latent_shards import LABELS_FILE, size_problems
 from torchditan.datasets.latents import splits_of
 from torchditan.errors import ConfigError
 from torchditan.extras.autoencoders.catalogue import PUBLISHED
+from torchditan.registry import entry_name
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import to_json
 
@@ -56,7 +58,9 @@ def _public(index: LatentIndex) -> LatentIndex:
     )
     path = index.autoencoder_path
     path = path if path in {entry.hub_name for entry in PUBLISHED.values()} else None
-    return dataclasses.replace(index, autoencoder_path=path, shards=shards)
+    name = index.autoencoder_name
+    name = entry_name(name) if re.search(r"[/\\]", name) else name  # an option that is a path
+    return dataclasses.replace(index, autoencoder_name=name, autoencoder_path=path, shards=shards)
 
 
 def _link(source: Path, target: Path) -> None:
