@@ -17,7 +17,8 @@ CORE = (
     "trainer",
 )
 EXTRAS = (
-    *("tensor_cache", "autoencoders", "latents", "published", "captions", "weights", "evaluation", "sharing"),
+    *("tensor_cache", "autoencoders", "latents", "published", "captions", "methods", "weights"),
+    *("evaluation", "sharing"),
     *("planner", "ablation"),
     "report",
 )
