@@ -10,7 +10,7 @@ The blocks of a DiT encode the noisy sample to one vector per token, and a head 
 
 Notable:
 - encoder and head have a patch embedding each. A sin-cos table is added in the encoder only; both rotate;
-- adaLN begins with a SiLU, so z is SiLU(t + s) in DDT. DiT-DH also applies one to t + y, SiLU twice in all;
+- adaLN begins with a SiLU, so z counts as SiLU(t + s) in DDT. DiT-DH also applies one to t + y, SiLU twice in all;
 - `model.flavor` sets the sizes of the encoder, and options after the name those of the head. DDT-XL/2 is `ddt` with
   DiT-XL and `model.overrides = ["depth=22"]`; DiT-DH-XL is `ddt head_depth=2 head_width=2048 head_heads=16`;
 - FSDP, compile and checkpointing see one row of blocks, `all_blocks`. Both streams pass `run_blocks`, so that context
