@@ -15,6 +15,8 @@ Notable:
   DiT-XL and `model.overrides = ["depth=22"]`; DiT-DH-XL is `ddt head_depth=2 head_width=2048 head_heads=16`;
 - FSDP, compile and checkpointing see one row of blocks, `all_blocks`. Both streams pass `run_blocks`, so that context
   parallelism splits their tokens in the same way;
+- initial weights are drawn as in `DiT`. The public codes leave most layers at torch's default, and DDT's also the
+  modulations of the blocks, which start at 0 here;
 - parameters have the names of the official repositories, in which the blocks of the head continue `blocks`.
 
 Shapes: B samples, N tokens, D width of the encoder, E width of the head.
