@@ -305,6 +305,8 @@ class PatchEmbed(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Embeds t, or another scalar condition. `scale` is the factor of the number."""
 
+    gaussian: torch.Tensor
+
     def __init__(self, config: DiTConfig, scale: float):
         super().__init__()
         self.scale, self.frequencies = scale, config.timestep_frequencies
