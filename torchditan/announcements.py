@@ -128,7 +128,8 @@ def _describe_run(job: Job, model: nn.Module, step: int) -> str:
 def _describe_model(job: Job, model: nn.Module) -> str:
     options, lora = job.config.model, job.config.lora
     if job.spec.name not in FAMILIES:
-        return " ".join([f"{options.flavor}/{options.patch_size}", *options.overrides, f"({options.preset})"])
+        name = [] if options.name == "dit" else [options.name]
+        return " ".join([*name, f"{options.flavor}/{options.patch_size}", *options.overrides, f"({options.preset})"])
     weights = "random weights" if options.path is None else options.path
     if lora.rank:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import pkgutil
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from torchditan.errors import ConfigError, did_you_mean, first_line, option_error
@@ -172,9 +172,11 @@ ARCHITECTURES = Registry(
     "torchditan.architectures",
     {
         "dit": "torchditan.models:build_dit_spec",
+        "ddt": "torchditan.extras.methods.ddt:build_ddt_spec",
     },
 )
-"""`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture in models/."""
+"""`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture. Options may follow the
+name."""
 
 
 class Families(Registry):
@@ -290,6 +292,8 @@ FORMATS = Registry(
         "sit": "torchditan.extras.weights.formats.dit:convert_sit",
         "repa": "torchditan.extras.weights.formats.dit:convert_repa",
         "lightningdit": "torchditan.extras.weights.formats.lightningdit:convert",
+        "ddt": "torchditan.extras.weights.formats.ddt:convert_ddt",
+        "dit_dh": "torchditan.extras.weights.formats.ddt:convert_dit_dh",
         "diffusers": "torchditan.extras.weights.formats.diffusers_dit:convert",
     },
 )
@@ -374,15 +378,26 @@ def create(registry: Registry, option: str, text: str, *args: Any) -> Any:
     return build(found, option, text, *args, **options)
 
 
-def build(found: Callable[..., Any], option: str, text: str, *args: Any, **options: Any) -> Any:
+def build(
+    found: Callable[..., Any],
+    option: str,
+    text: str,
+    *args: Any,
+    given: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """Call what `resolve` found with the options after its name.
+
+    Args:
+        given: keyword arguments that are not options.
 
     Raises:
         ConfigError: it does not have one of these options.
     """
-    check_options(found, option, text, num_arguments=len(args), options=options)
+    given = given or {}
+    check_options(found, option, text, num_arguments=len(args), given=given, options=options)
     try:
-        return found(*args, **options)
+        return found(*args, **given, **options)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
@@ -393,18 +408,25 @@ def build(found: Callable[..., Any], option: str, text: str, *args: Any, **optio
 
 
 def check_options(
-    found: Callable[..., Any], option: str, text: str, *, num_arguments: int, options: Mapping[str, Any]
+    found: Callable[..., Any],
+    option: str,
+    text: str,
+    *,
+    num_arguments: int,
+    options: Mapping[str, Any],
+    given: Collection[str] = (),
 ) -> None:
     """Refuse options that a function or class does not have.
 
     Args:
         num_arguments: number of leading parameters that are not options.
+        given: names of other parameters that are not options.
     """
     signature = inspect.signature(found)
     try:
-        signature.bind(*[None] * num_arguments, **options)
+        signature.bind(*[None] * num_arguments, **{**dict.fromkeys(given), **options})
     except TypeError as error:
-        known = ", ".join([*signature.parameters][num_arguments:]) or "none"
+        known = ", ".join(name for name in [*signature.parameters][num_arguments:] if name not in given) or "none"
         raise option_error(option, text, f"{error}; the options of {entry_name(text)}: {known}") from None
 
 

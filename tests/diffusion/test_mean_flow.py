@@ -20,6 +20,7 @@ from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.mean_flow import GUIDANCE, INTERVAL, MeanFlow
 from torchditan.diffusion.objectives import build_objective, split
 from torchditan.diffusion.timesteps import Timesteps
+from torchditan.extras.methods.ddt import DDT, DDTConfig
 from torchditan.models import ClassLabels, ModelSpec, Unconditional, build_model_spec, scalars_of
 from torchditan.models.dit import DiT, DiTConfig
 from torchditan.models.flops import count_model_flops
@@ -148,6 +149,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "default": {},
     "official": {"norm_type": "np_layernorm", "qk_norm": False, "mlp": "gelu", "position": "sincos"},
     "in context": {"conditioning": "in_context", "norm_type": "layernorm"},
+    "DiT-DH": {"head_depth": 1, "head_width": 48, "head_heads": 2, "timestep_frequencies": "gaussian"},
     "adaLN-single, cross-attention": {
         "conditioning": "adaln_single",
         "num_classes": 0,
@@ -163,8 +165,9 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_the_derivative_of_a_dit_is_that_of_central_differences(name: str) -> None:
     sizes: dict[str, Any] = {"depth": 2, "width": 32, "num_heads": 2, "patch_size": 2, "input_channels": 3}
     options = {**sizes, "image_size": (8, 8), "num_classes": 10, "timestep_scale": 1.0, **MODELS[name]}
-    config = DiTConfig(scalars=((INTERVAL, 1.0),), **options)
-    model = random_model(config, DiT).double()
+    model_type, config_type = (DDT, DDTConfig) if "head_depth" in options else (DiT, DiTConfig)
+    config = config_type(scalars=((INTERVAL, 1.0),), **options)
+    model = random_model(config, model_type).double()
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -17,7 +17,8 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Compile
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.compilation import compile_model
-from torchditan.distributed.context_parallel import split_tokens, split_tokens_over_ranks
+from torchditan.distributed.context_parallel import OPTION, split_tokens, split_tokens_over_ranks
+from torchditan.extras.methods.ddt import DDT, DDTConfig
 from torchditan.extras.planner.trace import DeviceKernels
 from torchditan.models.dit import Block, DiT, DiTConfig
 
@@ -33,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {  # 16 patches, unless the image has another
     "text in context with its condition, 22 tokens": {**TEXT, "text": "in_context", "conditioning": "in_context"},
     "cross-attention": {**TEXT, "text": "cross_attention"},
     "text with blocks of its own, 21 tokens": {**TEXT, "text": "in_context", "text_blocks": 1, "text_kernel": 3},
+    "DDT": {"head_depth": 2, "head_width": 32, "head_heads": 4},
+    "DiT-DH, 5 tokens": {"head_depth": 1, "head_width": 48, "head_heads": 4, "silu_twice": True, "image_size": (2, 10)},
     "5 tokens, none on the last of 4 ranks": {"image_size": (2, 10)},
 }
 
@@ -42,7 +45,8 @@ def random_model(options: dict[str, Any]) -> DiT:
 
     In float64 a wrong gradient does not look like rounding; the runs of tests/trainer are in float32.
     """
-    model = DiT(DiTConfig(**{**SIZES, "image_size": (8, 8), "num_classes": 10, **options})).double()
+    model_type, config_type = (DDT, DDTConfig) if "head_depth" in options else (DiT, DiTConfig)
+    model = model_type(config_type(**{**SIZES, "image_size": (8, 8), "num_classes": 10, **options})).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +85,7 @@ def compare_with_one_process(rank: int, world_size: int, folder: str) -> None:
             expected = outputs_and_gradients(random_model(options))
             model = random_model(options)
             split_tokens_over_ranks(model, degree=world_size, timeout_seconds=60)
-            apply_activation_checkpoint(model.blocks, mode=checkpointing, selective_option="op")
+            apply_activation_checkpoint(model.all_blocks, mode=checkpointing, selective_option="op")
             found = outputs_and_gradients(model)
             assert found.keys() == expected.keys()
             for key, value in found.items():
@@ -105,6 +109,13 @@ def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_heads_of_a_decoupled_head_that_cannot_be_split_are_refused() -> None:
+    with refused(f"{OPTION} = 2", "3"):
+        split_tokens(
+            random_model({"head_depth": 1, "head_width": 48, "head_heads": 3}), degree=2, rank=0, group_name=""
+        )
 
 
 @pytest.mark.usefixtures("group_of_one")

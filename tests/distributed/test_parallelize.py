@@ -48,9 +48,10 @@ def built(
     checkpointing: Any = "none",
     compile: Any = None,
     float8: bool = False,
+    name: str = "dit",
     **options: Any,
 ) -> Any:
-    spec = spec_of()
+    spec = spec_of(name=name)
     with torch.device("meta"):
         model = spec.build()
     blocks = spec.blocks(model)
@@ -124,6 +125,8 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         (BFLOAT16, 2, {"compile": "block"}),
         (BFLOAT16, 2, {"compile": "model"}),
         (BFLOAT16, 2, {"float8": True}),
+        (BFLOAT16, 2, {"compile": "block", "checkpointing": "full", "name": "ddt head_depth=2 head_width=96"}),
+        (BFLOAT16, 2, {"float8": True, "name": "ddt head_depth=2 head_width=96"}),
     ],
     ids=str,
 )

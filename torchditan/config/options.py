@@ -49,7 +49,7 @@ from torchditan.registry import (
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Mi", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Flavors of models/dit.py, repeated here because that module imports torch. A test compares both lists."""
-FLAVORS_OF = {"dit": FLAVOR_NAMES}
+FLAVORS_OF = {"dit": FLAVOR_NAMES, "ddt": FLAVOR_NAMES}
 """Architectures whose flavors are checked before torch is imported; others check their own."""
 
 SEED = Rule("at least 0, below 2^63", lambda value: 0 <= value < 2**63)
@@ -107,7 +107,8 @@ class Model:
     """The diffusion transformer. A flavor sets its sizes; for the native model a preset sets further options."""
 
     name: Annotated[str, MODELS] = "dit"
-    """Architecture: the native diffusion transformer (dit), or a published model of diffusers (docs/finetune.md)."""
+    """Architecture: the native diffusion transformer (dit), with a decoupled head (ddt, docs/recipes.md), or a
+    published model of diffusers (docs/finetune.md). Options follow a name: `ddt head_depth=2 head_width=2048`."""
     flavor: str = "DiT-S"
     """Size: DiT-Mi to DiT-7B, FLUX.1-dev, SD3-medium, ... or a tiny debugmodel. DiT-S/4 also sets patch_size 4."""
     path: Annotated[str | None, PUBLISHED] = None
@@ -137,8 +138,9 @@ class Model:
     """Axial 2D rotary embedding, a fixed sin-cos table added to the patches, or both. Default: the preset's."""
     timestep_scale: Annotated[float, Above(0), OWN] = 1000.0
     """Factor of the timestep in its embedding: 1000 as DiT, 1 as SiT and LightningDiT. Default for imf: 1."""
-    timestep_frequencies: Annotated[Literal["dit", "diffusers"], OWN] = "dit"
-    """Frequencies of that embedding: the paper's (dit), or the slightly different ones of diffusers' DiT."""
+    timestep_frequencies: Annotated[Literal["dit", "diffusers", "ddt", "gaussian"], OWN] = "dit"
+    """Frequencies of that embedding: the paper's (dit), the slightly different ones of diffusers' DiT, 1 to 1/10 (ddt),
+    or random ones, as DiT-DH (gaussian)."""
     learn_sigma: Annotated[bool | None, OWN] = None
     """Predict a variance in addition to the mean (twice the output channels). Default: the preset's."""
     patch_bottleneck: Annotated[int | None, AtLeast(1), OWN] = None

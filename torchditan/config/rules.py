@@ -68,7 +68,8 @@ def validate_parts(config: Config, *, is_training: bool = True) -> None:
             if (value := attrgetter(option)(config)) != options()[option].default:
                 raise option_error(option, value, f"{name} does not embed a guidance scale; leave it out")
     if name not in MODELS:
-        resolve(ARCHITECTURES, "model.name", name)
+        architecture, values = resolve(ARCHITECTURES, "model.name", name)
+        check_declared(architecture, "model.name", name, values)
     resolve(BLOCKS, "model.block", config.model.block)
     _validate_objective(config)
     if is_training:
@@ -113,8 +114,10 @@ def _choices_of(what: str) -> str:
 
 
 def _model(config: Config) -> Mistakes:
-    if config.model.name in FLAVORS_OF:
-        yield from _flavor(config, FLAVORS_OF[config.model.name])
+    if (name := entry_name(config.model.name)) in FLAVORS_OF:
+        yield from _flavor(config, FLAVORS_OF[name])
+    if config.model.timestep_frequencies in ("ddt", "gaussian") and config.model.timestep_scale != 1:
+        yield "model.timestep_scale", f"must be 1 with model.timestep_frequencies {config.model.timestep_frequencies}"
 
 
 def _flavor(config: Config, flavors: Collection[str], *, whose: str = "") -> Mistakes:

@@ -63,8 +63,13 @@ def split_tokens(model: nn.Module, *, degree: int, rank: int, group_name: str | 
     whole: Any = model  # mypy does not let an instance replace its methods
     whole.run_blocks = partial(tokens.run_blocks, model.run_blocks)
     whole.predict_patches = partial(tokens.predict_patches, model.predict_patches, model)
-    for module in model.blocks.modules():
+    for module in model.all_blocks.modules():
         if isinstance(module, Attention):
+            heads = module.proj.in_features // module.head_dim
+            if heads % degree:  # of a decoupled head; `option_mistakes` checked the others
+                raise option_error(
+                    OPTION, degree, f"must also divide the {heads} attention heads of the decoupled head"
+                )
             attention: Any = module
             attention.mix_tokens = partial(tokens.mix_tokens, module.mix_tokens)
 
@@ -82,6 +87,7 @@ class TokenGroup:
     def run_blocks(
         self,
         run_blocks: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        blocks: nn.ModuleList,
         x: torch.Tensor,
         c: torch.Tensor | None,
         rope: torch.Tensor | None,
@@ -91,10 +97,10 @@ class TokenGroup:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`DiT.run_blocks`, which returns this rank's tokens (B, n, D), and features of all tokens (B, T, D)."""
         if not torch.is_grad_enabled():
-            return run_blocks(x, c, rope, text, mask, features)
+            return run_blocks(blocks, x, c, rope, text, mask, features)
         self.num_tokens = x.shape[1]
         rope = None if rope is None else self.own(rope, dim=0)
-        x, found = run_blocks(self.own(x, dim=1), c, rope, text, mask, features)
+        x, found = run_blocks(blocks, self.own(x, dim=1), c, rope, text, mask, features)
         return x, {name: self.gather(tokens) for name, tokens in found.items()}
 
     def predict_patches(

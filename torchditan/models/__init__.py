@@ -8,6 +8,7 @@ architecture of diffusers, add a file to extras/published/ (docs/extending.md).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import operator
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from torchditan.models.spec import (
     TextEmbeddings,
     Unconditional,
 )
-from torchditan.registry import ARCHITECTURES, BLOCKS, FAMILIES, job_part, objective_kinds, registered
+from torchditan.registry import ARCHITECTURES, BLOCKS, FAMILIES, build, job_part, objective_kinds, registered, resolve
 
 __all__ = [
     "ClassLabels",
@@ -99,7 +100,7 @@ def build_dit_spec(
         flavors=list(FLAVORS),
         config=dit_config,
         build=lambda: DiT(dit_config),
-        blocks=operator.attrgetter("blocks"),
+        blocks=operator.attrgetter("all_blocks"),
         conditioning=_conditioning(dit_config),
         sample_shape=sample_shape,
         learn_sigma=dit_config.learn_sigma,
@@ -217,9 +218,11 @@ def build_model_spec(
     if height % config.patch_size or width % config.patch_size:
         right = f"must divide the samples' height and width, {height} x {width}"
         raise option_error("model.patch_size", config.patch_size, right)
-    build = registered(ARCHITECTURES, config.name)
-    needed = {"scalars": scalars} if scalars else {}  # an architecture without is refused by `build_objective`
-    spec: ModelSpec = build(config, sample_shape=sample_shape, num_classes=num_classes, **needed)
+    found, options = resolve(ARCHITECTURES, "model.name", config.name)
+    given: dict[str, Any] = {"sample_shape": sample_shape, "num_classes": num_classes}
+    if scalars or "scalars" in inspect.signature(found).parameters:  # `build_objective` refuses an architecture without
+        given["scalars"] = scalars
+    spec: ModelSpec = build(found, "model.name", config.name, config, given=given, **options)
     return spec
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,12 +98,14 @@ class DiTConfig:
     position: str = "rope"
     """rope, sincos or rope_sincos."""
     rope_theta: float = 10000.0
+    rope_extent: float | None = None
+    """Position of the last row and of the last column; the first ones are 0. None: one more per patch."""
     block: str = "dit"
     """A name in `registry.BLOCKS`."""
     timestep_scale: float = 1000.0
     """Factor of t in its embedding. The paper's t is in [0, 1000), this project's in [0, 1]."""
     timestep_frequencies: str = "dit"
-    """dit or diffusers; see `timestep_embedding`."""
+    """dit, diffusers, ddt or gaussian; see `TimestepEmbedder.features`."""
     scalars: tuple[tuple[str, float], ...] = ()
     """(name, factor) of scalar conditions besides t. Each has an embedder like that of t."""
     learn_sigma: bool = False
@@ -209,11 +211,16 @@ def rope_table(config: DiTConfig, height: int, width: int, device: torch.device)
     head_dim = config.width // config.num_heads
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequency = config.rope_theta**-exponent  # (K / 4,)
-    row = torch.arange(rows, dtype=torch.float32, device=device).outer(frequency)
-    column = torch.arange(columns, dtype=torch.float32, device=device).outer(frequency)
+    row, column = (_positions(count, config.rope_extent, device).outer(frequency) for count in (rows, columns))
     angle = torch.cat([row.repeat_interleave(columns, dim=0), column.repeat(rows, 1)], dim=1)  # (N, K / 2)
     angle = F.pad(angle, (0, 0, config.num_context_tokens, 0))
     return torch.stack([angle.cos(), angle.sin()], dim=-1).unsqueeze(1)
+
+
+def _positions(count: int, extent: float | None, device: torch.device) -> torch.Tensor:
+    if extent is None:
+        return torch.arange(count, dtype=torch.float32, device=device)
+    return torch.linspace(0, extent, count, dtype=torch.float32, device=device)
 
 
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -235,18 +242,28 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 def timestep_embedding(t: torch.Tensor, *, scale: float = 1000.0, frequencies: str = "dit") -> torch.Tensor:
     """Sinusoidal features [cos, sin] of scale t, (B,) -> (B, 256) float32, or float64 for t in float64.
 
-    The frequencies are 10000^(-i / 128) (dit), or 10000^(-i / 127) as in `DiTTransformer2DModel` of diffusers.
+    The frequencies are 10000^(-i / 128) (dit), 10000^(-i / 127) as in `DiTTransformer2DModel` of diffusers, or
+    10^(-i / 128) (ddt), for t in [0, 1].
     """
-    half = TIMESTEP_FREQUENCIES // 2
+    half, base = TIMESTEP_FREQUENCIES // 2, 10.0 if frequencies == "ddt" else 10000.0
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) / (half - (frequencies == "diffusers"))
-    t = at_least_float32(t)
-    angle = (t * scale).outer(torch.exp(-math.log(10000.0) * exponent).type_as(t))
+    return waves(at_least_float32(t) * scale, torch.exp(-math.log(base) * exponent))
+
+
+def waves(t: torch.Tensor, frequency: torch.Tensor) -> torch.Tensor:
+    """[cos, sin] of the products: (B,) and (F,) -> (B, 2 F), in the dtype of t."""
+    angle = t.outer(frequency.type_as(t))
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x * (1 + scale) + shift. x: (B, N, D); shift, scale: (B, 1, D)."""
+    """x * (1 + scale) + shift. x: (B, N, D); shift, scale: (B, 1, D), or (B, N, D) for a condition per token."""
     return x * (1 + scale) + shift
+
+
+def split_modulation(modulation: torch.Tensor, num_chunks: int) -> tuple[torch.Tensor, ...]:
+    """(B, n D) -> n of (B, 1, D), or (B, N, n D) -> n of (B, N, D)."""
+    return (modulation.unsqueeze(1) if modulation.dim() == 2 else modulation).chunk(num_chunks, dim=-1)
 
 
 def build_norm(norm_type: str, dim: int) -> nn.Module:
@@ -288,16 +305,27 @@ class PatchEmbed(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Embeds t, or another scalar condition. `scale` is the factor of the number."""
 
+    gaussian: torch.Tensor
+
     def __init__(self, config: DiTConfig, scale: float):
         super().__init__()
         self.scale, self.frequencies = scale, config.timestep_frequencies
-        width = config.width
-        self.mlp = nn.Sequential(nn.Linear(TIMESTEP_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        width, num_features = config.width, TIMESTEP_FREQUENCIES
+        if self.frequencies == "gaussian":
+            # A buffer, because `fully_shard` would cast a parameter, and angles need float32.
+            self.register_buffer("gaussian", torch.empty(TIMESTEP_FREQUENCIES))
+            num_features *= 2
+        self.mlp = nn.Sequential(nn.Linear(num_features, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.mlp[0].weight  # type: ignore[assignment]
-        features = timestep_embedding(t, scale=self.scale, frequencies=self.frequencies)
-        return self.mlp(features.type_as(weight))  # (B, D)
+        return self.mlp(self.features(t).type_as(weight))  # (B, D)
+
+    def features(self, t: torch.Tensor) -> torch.Tensor:
+        """(B,) -> (B, 256), or (B, 512) of random frequencies (gaussian; Tancik et al. 2020, arXiv 2006.10739)."""
+        if self.frequencies == "gaussian":
+            return waves(at_least_float32(t) * (2 * math.pi * self.scale), self.gaussian)
+        return timestep_embedding(t, scale=self.scale, frequencies=self.frequencies)
 
 
 class LabelEmbedder(nn.Module):
@@ -473,6 +501,8 @@ class Block(nn.Module):
     """Whether the block is one of `model.text` joint."""
     mixes_only_in_attention: bool = False
     """Whether tokens read each other only in `Attention.mix_tokens`, which context parallelism requires."""
+    reads_condition_per_token: bool = False
+    """Whether c may be (B, N, D), as in decoupled heads."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -494,7 +524,8 @@ class Block(nn.Module):
 
         Args:
             x: (B, N, D).
-            c: (B, D); the shared modulation (B, 6 D) with adaln_single; None if the condition is in the tokens.
+            c: (B, D), or (B, N, D) in a decoupled head; the shared modulation (B, 6 D) with adaln_single; None if the
+                condition is in the tokens.
             rope: see `rotate`.
             text: (B, L, D) to cross-attend, or None.
             mask: bool (B, 1, 1, N), or (B, 1, 1, L) with `text`: false for padding tokens. None attends to all tokens.
@@ -515,6 +546,7 @@ class DiTBlock(Block):
     residual_weights = ("attn.proj.weight", "mlp.fc2.weight", "mlp.w3.weight")
     conditionings = ("adaln", "adaln_single", "in_context")
     mixes_only_in_attention = True
+    reads_condition_per_token = True
 
     def __init__(self, config: DiTConfig):
         super().__init__(config)
@@ -540,7 +572,7 @@ class DiTBlock(Block):
         if c is None:
             x = x + self.attn(self.norm1(x), rope, own_mask)
             return x + self.mlp(self.norm2(x))
-        chunks = self.adaLN_modulation(c).unsqueeze(1).chunk(6, dim=-1)  # 6 of (B, 1, D)
+        chunks = split_modulation(self.adaLN_modulation(c), 6)  # 6 of (B, 1, D) or (B, N, D)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = chunks
         x = x + gate_attn * self.attn(modulate(self.norm1(x), shift_attn, scale_attn), rope, own_mask)
         if text is not None:
@@ -559,9 +591,26 @@ class FinalLayer(nn.Module):
     def forward(self, x: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
         x = self.norm_final(x)
         if c is not None:
-            shift, scale = self.adaLN_modulation(c).unsqueeze(1).chunk(2, dim=-1)
+            shift, scale = split_modulation(self.adaLN_modulation(c), 2)
             x = modulate(x, shift, scale)
         return self.linear(x)  # (B, N, P * P * C)
+
+
+class Embedded(NamedTuple):
+    """Inputs of the blocks."""
+
+    x: torch.Tensor
+    """Tokens (B, context + N, D)."""
+    vector: torch.Tensor
+    """The embeddings of t, of the other scalars and of pooled text (B, D)."""
+    c: torch.Tensor | None
+    """The same with the label (B, D); None if the condition is in the tokens."""
+    rope: torch.Tensor | None
+    """See `rope_table`."""
+    text: torch.Tensor | None
+    """(B, L, D) to cross-attend."""
+    mask: torch.Tensor | None
+    """See `Block.forward`."""
 
 
 class DiT(nn.Module):
@@ -595,6 +644,11 @@ class DiT(nn.Module):
         self.heads = nn.ModuleDict()
         self.head_features: dict[str, str] = {}
         self.init_outside_meta()
+
+    @property
+    def all_blocks(self) -> nn.ModuleList:
+        """The blocks that `run` applies, in this order."""
+        return self.blocks
 
     def add_heads(self, heads: Mapping[str, Head]) -> None:
         """Add heads that only training uses: `features=[name]` then returns the output of the head of this name."""
@@ -640,8 +694,21 @@ class DiT(nn.Module):
             (B, C, H, W), or (B, 2 C, H, W) with learned sigma. With `features`, a pair of that and
             {name: (B, N, D)}, the patch tokens after each of these blocks, with gradients, or the output of the head.
         """
+        sources = {name: self.head_features.get(name, name) for name in features}
+        x, c, found = self.run(x_t, self.embed(x_t, t, cond), sources.values())
+        prediction = unpatchify(self.predict_patches(x, c), self.config.patch_size, *x_t.shape[-2:])
+        if not features:
+            return prediction
+        found = {name: tokens[:, self.config.num_context_tokens :] for name, tokens in found.items()}
+        return prediction, {
+            name: self.heads[name](found[source]) if name in self.heads else found[source]
+            for name, source in sources.items()
+        }
+
+    def embed(self, x_t: torch.Tensor, t: torch.Tensor, cond: Mapping[str, torch.Tensor]) -> Embedded:
+        """Embed the arguments of `forward`."""
         config, (height, width) = self.config, x_t.shape[-2:]
-        x = self.x_embedder(x_t)  # (B, N, D)
+        x = self.embed_patches(x_t)  # (B, N, D)
         if "sincos" in config.position:
             x = x + self.pos_embed
         vector: torch.Tensor = self.t_embedder(t)  # (B, D)
@@ -665,20 +732,24 @@ class DiT(nn.Module):
             x = torch.cat([*context, x], dim=1)  # (B, context + N, D)
         # Computed in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if "rope" in config.position else None
-        modulation = self.adaLN_modulation(c) if config.conditioning == "adaln_single" else c
-        sources = {name: self.head_features.get(name, name) for name in features}
-        x, found = self.run_blocks(x, modulation, rope, text, mask, sources.values())
-        prediction = unpatchify(self.predict_patches(x, c), config.patch_size, height, width)
-        if not features:
-            return prediction
-        found = {name: tokens[:, config.num_context_tokens :] for name, tokens in found.items()}
-        return prediction, {
-            name: self.heads[name](found[source]) if name in self.heads else found[source]
-            for name, source in sources.items()
-        }
+        return Embedded(x, vector, c, rope, text, mask)
+
+    def embed_patches(self, x_t: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) -> (B, N, D), without positions."""
+        return self.x_embedder(x_t)
+
+    def run(
+        self, x_t: torch.Tensor, embedded: Embedded, features: Collection[str]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Apply all blocks. Returns the tokens and the condition for `predict_patches`, and the features."""
+        x, _, c, rope, text, mask = embedded
+        modulation = self.adaLN_modulation(c) if self.config.conditioning == "adaln_single" else c
+        x, found = self.run_blocks(self.blocks, x, modulation, rope, text, mask, features)
+        return x, c, found
 
     def run_blocks(
         self,
+        blocks: nn.ModuleList,
         x: torch.Tensor,
         c: torch.Tensor | None,
         rope: torch.Tensor | None,
@@ -686,9 +757,9 @@ class DiT(nn.Module):
         mask: torch.Tensor | None,
         features: Collection[str],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Apply the blocks to the tokens x (B, context + N, D). Returns them and the features, of all tokens too."""
+        """Apply blocks to the tokens x (B, context + N, D). Returns them and the features, of all tokens too."""
         found: dict[str, torch.Tensor] = {}
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(blocks):
             x = block(x, c, rope, text, mask)
             if (name := f"blocks.{i}") in features:
                 found[name] = x
@@ -707,7 +778,7 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialize every parameter from (seed, parameter name). The model has no buffers.
+        """Initialize every parameter and buffer from (seed, its name). The only buffers are Gaussian frequencies.
 
         As in the paper: Xavier uniform for linear layers (the patch convolution as a linear layer, qkv and w12 as
         fused matrices), N(0, 0.02) for the label table and the timestep MLP, zero biases, and a zero adaLN and final
@@ -716,13 +787,15 @@ class DiT(nn.Module):
         small: N(0, 0.02 / sqrt(2 depth)) in the two projections into the residual stream (GPT-2). The block's class
         lists its special weights.
         """
-        assert not list(self.buffers()), "buffers would stay uninitialized"
+        for name, buffer in self.named_buffers():
+            assert name.endswith(".gaussian"), f"{name} would stay uninitialized"
+            fill(buffer, draw_normal(seed, name, buffer.shape, std=1.0))
         zero_weights = self.block_type.zero_weights
         of_blocks = self.block_type.residual_weights if self.config.conditioning == "in_context" else ()
         residual_weights = {"blocks": (of_blocks, self.config.depth)}
         residual_weights["text_blocks"] = (DiTBlock.residual_weights, self.config.text_blocks)
         for name, parameter in self.named_parameters():
-            shape, is_of_block = parameter.shape, name.startswith("blocks.")
+            shape, is_of_block = parameter.shape, name.startswith(("blocks.", "head_blocks."))
             small, depth = residual_weights.get(name.partition(".")[0], ((), 0))
             is_zero = name == "final_layer.linear.weight" or (is_of_block and name.endswith(zero_weights))
             is_zero |= name.startswith("scalar_embedders.") and name.endswith("mlp.2.weight")

@@ -86,7 +86,7 @@ def num_matrices_of(name: str, shape: tuple[int, ...]) -> int:
 
     0 if AdamW updates it.
     """
-    if not name.startswith("blocks.") or len(shape) != 2 or "adaLN_modulation" in name:
+    if not name.startswith(("blocks.", "head_blocks.")) or len(shape) != 2 or "adaLN_modulation" in name:
         return 0
     layer = name.split(".")[-2]
     if layer == "w12":

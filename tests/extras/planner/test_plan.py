@@ -62,6 +62,7 @@ FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fr
 FLOAT16 = "--training.mixed_precision_param=float16"
 LORA = ["--lora.rank=4", "--ema.enable=false"]
 MUON = "--optimizer.name=Muon"
+DDT, DIT_DH = "--model.name=ddt head_depth=5", "--model.name=ddt head_depth=2 head_width=128 head_heads=4"
 INT8 = [*LORA, "--quantize.base=int8"]
 
 
@@ -84,6 +85,8 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "MeanFlow full": [MEAN_FLOW, FULL],
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
+        "DDT": [DDT],
+        "DiT-DH full": [DIT_DH, FULL],
         "Muon": [MUON],
         "flux": published("flux/debugmodel"),
         "flux fraction, float16": published("flux/debugmodel", FLOAT16, *FRACTION),
@@ -113,6 +116,8 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "context": [CONTEXT],
         "context, in context, full": [CONTEXT, IN_CONTEXT, FULL],
         "context, head": [CONTEXT, HEAD],
+        "FSDP DDT": [DDT],
+        "context, DiT-DH full": [CONTEXT, DIT_DH, FULL],
         "flux": published("flux/debugmodel"),
         "flux LoRA int8 full": published("flux/debugmodel", *INT8, FULL),
         "sd3 DDP full": published("sd3/debugmodel", f"{REPLICATE}=2", FULL),

@@ -85,9 +85,11 @@ def _bound(plan: Plan) -> list[str]:
 
 
 def model_name(config: Config) -> str:
-    """`DiT-7B/2`, or `flux/FLUX.1-dev`."""
+    """`DiT-7B/2`, `ddt DiT-XL/2`, or `flux/FLUX.1-dev`."""
     model = config.model
-    return f"{model.flavor}/{model.patch_size}" if model.name not in FAMILIES else f"{model.name}/{model.flavor}"
+    if model.name in FAMILIES:
+        return f"{model.name}/{model.flavor}"
+    return " ".join([*([] if model.name == "dit" else [model.name]), f"{model.flavor}/{model.patch_size}"])
 
 
 def _verdict(plan: Plan) -> str:

@@ -133,7 +133,7 @@ def _export_dit(weights: Weights, folder: Path, *, dtype: torch.dtype) -> Export
 def _mistakes(config: Config, spec: ModelSpec) -> Iterator[str]:
     """`option value (that of the run)` for each option that DiTPipeline does not have."""
     model = spec.config
-    if not isinstance(model, DiTConfig):
+    if type(model) is not DiTConfig:
         yield f"model.name dit ({config.model.name} here)"
         return
     for option, needed in _NEEDED.items():

@@ -110,16 +110,21 @@ def convert_repa(
     return converted(source, tensors, sizes, size, {**_FLOW_OPTIONS, **guidance}, notes)
 
 
-def reverse_time(tensors: dict[str, Tensor]) -> None:
+def reverse_time(tensors: dict[str, Tensor], *, frequency: Tensor | None = None) -> None:
     """Make a timestep embedder of unscaled t compute at t what it computed at 1 - t, in place.
 
     Its first layer reads [cos ft, sin ft] for frequencies f. With the sum formulas, the features of 1 - t are a linear
     function of those of t: cos f(1 - t) = cos f cos ft + sin f sin ft, sin f(1 - t) = sin f cos ft - cos f sin ft.
+
+    Args:
+        tensors: under our names.
+        frequency: f (F,) float64; None: those of DiT.
     """
     name, half = "t_embedder.mlp.0.weight", TIMESTEP_FREQUENCIES // 2
-    weight = tensors[name]
-    exponent = torch.arange(half, dtype=torch.float32) / half
-    f = torch.exp(-math.log(10000.0) * exponent).double()  # rounded as in `timestep_embedding`
-    of_cos, of_sin = weight.double().split(half, dim=1)
+    weight, f = tensors[name], frequency
+    if f is None:
+        exponent = torch.arange(half, dtype=torch.float32) / half
+        f = torch.exp(-math.log(10000.0) * exponent).double()  # rounded as in `timestep_embedding`
+    of_cos, of_sin = weight.double().chunk(2, dim=1)
     reversed_weight = torch.cat([of_cos * f.cos() + of_sin * f.sin(), of_cos * f.sin() - of_sin * f.cos()], dim=1)
     tensors[name] = reversed_weight.to(torch.promote_types(weight.dtype, torch.float32)).contiguous()

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchditan.checkpoint.weights import Weights
 from torchditan.config.loader import build_config, to_dict
 from torchditan.errors import ConfigError, option_error
 from torchditan.models import model_spec_of
-from torchditan.models.dit import FLAVORS, sincos_position_table
+from torchditan.models.dit import FLAVORS, DiTConfig, SwiGLU, rope_table, sincos_position_table
 
 LABEL_TABLE = "y_embedder.embedding_table.weight"
 _TABLE_TOLERANCE = 5e-3  # a table in bfloat16 is within 4e-3; another order or frequency differs by about 1
@@ -109,6 +110,55 @@ def check_table(name: str, table: Tensor, ours: Tensor, *, what: str) -> None:
     """
     if table.shape != ours.shape or not (table.float() - ours).abs().max() <= _TABLE_TOLERANCE:
         raise ConfigError(f"has {name} that is not {what}; it cannot be imported")
+
+
+def check_rope(tables: dict[str, Tensor], sizes: Sizes, size: tuple[int, int]) -> None:
+    """Compare the stored tables (N, K), one column for each half of a pair, with those that our model computes."""
+    config = DiTConfig(
+        depth=sizes.depth,
+        width=sizes.width,
+        num_heads=sizes.num_heads,
+        patch_size=sizes.patch_size,
+        input_channels=sizes.channels,
+        image_size=size,
+        num_classes=sizes.num_classes,
+    )
+    ours = rope_table(config, *size, device=torch.device("cpu"))  # (N, 1, K / 2, 2)
+    for (name, table), part in zip(tables.items(), ours.squeeze(1).unbind(-1), strict=True):
+        what = "the axial RoPE of LightningDiT (row first, base 10,000)"
+        check_table(name, table, part.repeat_interleave(2, dim=1), what=what)
+
+
+def pad_hidden(tensors: dict[str, Tensor], numbers: Iterable[int], width: int) -> list[str]:
+    """Pad SwiGLU's hidden size to ours with zeros, in place: silu(0) * 0 = 0, so the output stays the same.
+
+    Args:
+        tensors: under our names.
+        numbers: of blocks of this width.
+        width: of the model.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: the hidden size is larger than ours.
+    """
+    with torch.device("meta"):
+        ours = SwiGLU(width).w3.in_features
+    prefixes = [f"blocks.{number}.mlp" for number in numbers]
+    _, hidden = tensors[f"{prefixes[0]}.w3.weight"].shape
+    if hidden > ours:
+        raise ConfigError(f"has a SwiGLU of hidden size {hidden}; must be at most {ours} for width {width}")
+    if hidden == ours:
+        return []
+    more = ours - hidden
+    for prefix in prefixes:
+        halves = tensors[f"{prefix}.w12.weight"].unflatten(0, (2, hidden))  # gate, value
+        tensors[f"{prefix}.w12.weight"] = F.pad(halves, (0, 0, 0, more)).flatten(0, 1)
+        bias = tensors[f"{prefix}.w12.bias"].unflatten(0, (2, hidden))
+        tensors[f"{prefix}.w12.bias"] = F.pad(bias, (0, more)).flatten()
+        tensors[f"{prefix}.w3.weight"] = F.pad(tensors[f"{prefix}.w3.weight"], (0, more))
+    return [f"SwiGLU's hidden size {hidden} padded with zeros to {ours}"]
 
 
 def drop_variance(tensors: dict[str, Tensor], sizes: Sizes) -> list[str]:

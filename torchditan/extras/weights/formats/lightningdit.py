@@ -7,22 +7,16 @@ keys, both. Which norms and feed-forward layers a model has shows in its tensors
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from torchditan.checkpoint.weights import Weights
-from torchditan.errors import ConfigError
 from torchditan.extras.weights.formats.layout import (
-    Sizes,
     check_position_table,
-    check_table,
+    check_rope,
     converted,
     drop_variance,
+    pad_hidden,
     read_sizes,
     sample_size_of,
 )
-from torchditan.models.dit import DiTConfig, SwiGLU, rope_table
 
 _COS, _SIN = "feat_rope.freqs_cos", "feat_rope.freqs_sin"
 
@@ -34,7 +28,7 @@ def convert(source: Weights, *, sample_size: tuple[int, int] | None = None, num_
     num_patches, head_dim = rope[_COS].shape
     sizes = read_sizes(tensors, num_heads=num_heads or tensors["x_embedder.proj.weight"].shape[0] // head_dim)
     size = sample_size_of(sizes, num_patches, sample_size)
-    _check_rope(rope, sizes, size)
+    check_rope(rope, sizes, size)
     norm_type = "rmsnorm" if "final_layer.norm_final.weight" in tensors else "np_layernorm"
     qk_norm = "blocks.0.attn.q_norm.weight" in tensors and norm_type == "rmsnorm"
     mlp = "swiglu" if "blocks.0.mlp.w12.weight" in tensors else "gelu"
@@ -46,7 +40,7 @@ def convert(source: Weights, *, sample_size: tuple[int, int] | None = None, num_
     if "pos_embed" in tensors:
         check_position_table(tensors["pos_embed"], sizes, size)
     if mlp == "swiglu":
-        notes += _pad_hidden(tensors, sizes)
+        notes += pad_hidden(tensors, range(sizes.depth), sizes.width)
     notes += drop_variance(tensors, sizes)
     options = {
         "model.preset": "torchditan",
@@ -68,46 +62,3 @@ def convert(source: Weights, *, sample_size: tuple[int, int] | None = None, num_
         "sampling.guidance_channels": min(3, sizes.channels),
     }
     return converted(source, tensors, sizes, size, options, notes)
-
-
-def _check_rope(tables: dict[str, Tensor], sizes: Sizes, size: tuple[int, int]) -> None:
-    """Compare the stored tables (N, K), one column for each half of a pair, with those that our model computes."""
-    config = DiTConfig(
-        depth=sizes.depth,
-        width=sizes.width,
-        num_heads=sizes.num_heads,
-        patch_size=sizes.patch_size,
-        input_channels=sizes.channels,
-        image_size=size,
-        num_classes=sizes.num_classes,
-    )
-    ours = rope_table(config, *size, device=torch.device("cpu"))  # (N, 1, K / 2, 2)
-    for (name, table), part in zip(tables.items(), ours.squeeze(1).unbind(-1), strict=True):
-        what = "the axial RoPE of LightningDiT (row first, base 10,000)"
-        check_table(name, table, part.repeat_interleave(2, dim=1), what=what)
-
-
-def _pad_hidden(tensors: dict[str, Tensor], sizes: Sizes) -> list[str]:
-    """Pad SwiGLU's hidden size to ours with zeros, in place: silu(0) * 0 = 0, so the output stays the same.
-
-    Returns:
-        What was done.
-
-    Raises:
-        ConfigError: the hidden size is larger than ours.
-    """
-    with torch.device("meta"):
-        ours = SwiGLU(sizes.width).w3.in_features
-    _, hidden = tensors["blocks.0.mlp.w3.weight"].shape
-    if hidden > ours:
-        raise ConfigError(f"has a SwiGLU of hidden size {hidden}; must be at most {ours} for width {sizes.width}")
-    if hidden == ours:
-        return []
-    more = ours - hidden
-    for prefix in (f"blocks.{number}.mlp" for number in range(sizes.depth)):
-        halves = tensors[f"{prefix}.w12.weight"].unflatten(0, (2, hidden))  # gate, value
-        tensors[f"{prefix}.w12.weight"] = F.pad(halves, (0, 0, 0, more)).flatten(0, 1)
-        bias = tensors[f"{prefix}.w12.bias"].unflatten(0, (2, hidden))
-        tensors[f"{prefix}.w12.bias"] = F.pad(bias, (0, more)).flatten()
-        tensors[f"{prefix}.w3.weight"] = F.pad(tensors[f"{prefix}.w3.weight"], (0, more))
-    return [f"SwiGLU's hidden size {hidden} padded with zeros to {ours}"]
