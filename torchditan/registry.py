@@ -62,7 +62,14 @@ OBJECTIVES = Registry(
 )
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
-INGREDIENTS = Registry("torchditan.ingredients", {}, base="torchditan.diffusion.objectives:Ingredient")
+INGREDIENTS = Registry(
+    "torchditan.ingredients",
+    {
+        "irepa": "torchditan.extras.methods.repa:IREPA",
+        "repa": "torchditan.extras.methods.repa:REPA",
+    },
+    base="torchditan.diffusion.objectives:Ingredient",
+)
 """`diffusion.ingredients`: subclasses of `torchditan.diffusion.objectives.Ingredient`."""
 
 SAMPLERS = Registry(

@@ -18,7 +18,7 @@ CORE = (
 )
 EXTRAS = (
     *("tensor_cache", "autoencoders", "latents", "published", "captions", "weights", "evaluation", "sharing"),
-    *("planner", "ablation"),
+    *("methods", "planner", "ablation"),
     "report",
 )
 ORDER = [*CORE, *(f"extras.{name}" for name in EXTRAS), "training", "ablation", "planner", "commands"]
