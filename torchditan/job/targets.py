@@ -45,7 +45,8 @@ def open_targets(config: Config, objective: Objective, dataset: ImageDataset, *,
     """
     opened = OpenTargets()
     for name, target in objective.targets.items():
-        if dataset.index is not None or (config.autoencoder.is_given and not config.autoencoder.online):
+        is_encoded = config.autoencoder.is_given and not config.autoencoder.online
+        if dataset.index is not None or is_encoded or dataset.sample_shape[0] not in (1, 3):
             right = (
                 f"{target.network} reads images, and {dataset.name} holds latents; train on pixels, or encode at each "
                 "step with --autoencoder.online; encoder=latents aligns with the latents themselves"

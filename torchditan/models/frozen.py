@@ -16,6 +16,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,12 +58,25 @@ class Target(abc.ABC):
             ConfigError: it does not exist, or is of another kind.
         """
 
-    def fill_cache(self, dataset: Any, **options: Any) -> LookUp:
+    def fill_cache(
+        self,
+        dataset: Any,
+        *,
+        network: FrozenNetwork,
+        flips: bool,
+        folder: Path,
+        rank: Any,
+        timeout_seconds: float,
+    ) -> LookUp:
         """For `is_cached`: compute what the cache lacks, on all ranks, and return what reads it.
 
         Args:
             dataset: training images, an `ImageDataset`.
-            options: the `network`, `flips` (also of mirrored images), `folder`, `rank` and `timeout_seconds`.
+            network: the open network.
+            flips: also compute the results of mirrored images.
+            folder: of the cache.
+            rank: this process, a `Rank`.
+            timeout_seconds: longest wait for another rank.
         """
         raise NotImplementedError
 

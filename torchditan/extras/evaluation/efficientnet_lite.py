@@ -143,8 +143,7 @@ class EfficientNetLite0(nn.Module):
 
     def keep_sixteenth(self) -> None:
         """Drop the layers that `sixteenth` does not use."""
-        self._blocks = self._blocks[:NUM_BLOCKS_SIXTEENTH]
-        del self._conv_head, self._bn1, self._fc
+        del self._blocks[NUM_BLOCKS_SIXTEENTH:], self._conv_head, self._bn1, self._fc
 
     def logits(self, features: Tensor) -> Tensor:
         """Features (B, 1280) -> logits of the ImageNet classes (B, 1000)."""

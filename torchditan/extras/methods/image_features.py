@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
-from torchditan.distributed.process_group import Rank
 from torchditan.errors import ConfigError, first_line, option_error
 from torchditan.extras.captions.encode import Entries, encode_missing, silence_libraries
 from torchditan.extras.tensor_cache import TensorCache, hash_of
@@ -43,6 +42,8 @@ OPTION = "diffusion.ingredients"
 EFFICIENTNET = "efficientnet-lite0"
 _IMAGES_AT_ONCE = 64
 _SETTINGS = ("config.json", "preprocessor_config.json")
+_UNUSED = "pooler."
+"""Start of the names of weights that features do not need, and that transformers draws if the file lacks them."""
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
@@ -61,21 +62,33 @@ class ImageFeatures(Target):
     is_cached: bool = False
 
     def open(self, device: torch.device, dtype: torch.dtype) -> FrozenNetwork:
+        is_meta = device.type == "meta"
         if self.network == EFFICIENTNET:
-            return self._open(*_open_efficientnet(self.grid, device), device=device, dtype=dtype)
-        return self._open(*_open_transformers(self.network, device), device=device, dtype=dtype)
+            encoder = _open_efficientnet(self.grid, is_meta=is_meta)
+        else:
+            encoder = _open_transformers(self.network, is_meta=is_meta)
+        weights = {name: value for name, value in encoder.module.state_dict().items() if not name.startswith(_UNUSED)}
+        identity = "" if is_meta else hash_of_weights(weights, *encoder.settings)
+        module = encoder.module.to(dtype=dtype).to(device).eval().requires_grad_(False)
+
+        def compute(images: Tensor) -> Tensor:
+            images = encoder.prepare(images.float().expand(-1, 3, -1, -1))
+            return to_tokens(encoder.encode(module, images.to(dtype)).float(), self.grid)
+
+        return FrozenNetwork(module, compute, identity)
 
     def fill_cache(
         self,
-        dataset: ImageDataset,
+        dataset: Any,
         *,
         network: FrozenNetwork,
         flips: bool,
         folder: Path,
-        rank: Rank,
+        rank: Any,
         timeout_seconds: float,
     ) -> LookUp:
-        cache = TensorCache(folder, hash_of(network.identity, str(self.grid))[:16])
+        dtype = next(network.module.parameters()).dtype
+        cache = TensorCache(folder, hash_of(network.identity, str(self.grid), str(dtype))[:16])
         wanted = dict(_keys(dataset, flips=flips))
         if rank.rank == 0:
             images = f"{len(wanted):,} images{', half of them mirrored' if flips else ''}"
@@ -98,28 +111,17 @@ class ImageFeatures(Target):
         )
         return CachedFeatures(cache)
 
-    def _open(
-        self,
-        module: Any,
-        prepare: Callable[[Tensor], Tensor],
-        encode: Callable[[Any, Tensor], Tensor],
-        settings: tuple[object, ...],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> FrozenNetwork:
-        """Args: the network on the CPU or on meta, images -> its input, its input -> (B, C, h', w'), and what else
-        decides the result."""
-        is_meta = device.type == "meta"
-        weights = {name: weight for name, weight in module.state_dict().items() if not name.startswith("pooler.")}
-        identity = "" if is_meta else hash_of_weights(weights, *settings)
-        module = module.to(dtype=dtype).to(device).eval().requires_grad_(False)
 
-        def compute(images: Tensor) -> Tensor:
-            images = prepare(images.float().expand(-1, 3, -1, -1))
-            return to_tokens(encode(module, images.to(dtype)).float(), self.grid)
+class Encoder(NamedTuple):
+    """A network with its weights on the CPU, or on the meta device."""
 
-        return FrozenNetwork(module, compute, identity)
+    module: Any
+    prepare: Callable[[Tensor], Tensor]
+    """Images (B, 3, H, W) in [-1, 1] -> input of the network."""
+    encode: Callable[[Any, Tensor], Tensor]
+    """Network, input -> (B, C, h', w')."""
+    settings: tuple[object, ...]
+    """What decides the result besides the weights."""
 
 
 class CachedFeatures:
@@ -165,11 +167,11 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(images, size, mode="bicubic", align_corners=False, antialias=True)
 
 
-def _open_efficientnet(grid: tuple[int, int], device: torch.device) -> tuple[Any, ...]:
+def _open_efficientnet(grid: tuple[int, int], *, is_meta: bool) -> Encoder:
     from torchditan.extras.evaluation.efficientnet_lite import EfficientNetLite0, load_efficientnet_lite0
 
-    if device.type == "meta":
-        with device:
+    if is_meta:
+        with torch.device("meta"):
             network = EfficientNetLite0()
     else:
         network = load_efficientnet_lite0()
@@ -180,10 +182,10 @@ def _open_efficientnet(grid: tuple[int, int], device: torch.device) -> tuple[Any
         images = (resize(images, size) * 127.5 + 0.5) / 128  # as `preprocess` of 8-bit images
         return images.contiguous(memory_format=torch.channels_last)
 
-    return network, prepare, EfficientNetLite0.sixteenth, (size,)
+    return Encoder(network, prepare, EfficientNetLite0.sixteenth, (size,))
 
 
-def _open_transformers(place: str, device: torch.device) -> tuple[Any, ...]:
+def _open_transformers(place: str, *, is_meta: bool) -> Encoder:
     """A vision model with its preprocessing.
 
     Raises:
@@ -191,7 +193,7 @@ def _open_transformers(place: str, device: torch.device) -> tuple[Any, ...]:
     """
     transformers: Any = import_optional("transformers", extra="text")
     silence_libraries("transformers")
-    patterns = _SETTINGS if device.type == "meta" else (*_SETTINGS, *_WEIGHTS)
+    patterns = _SETTINGS if is_meta else (*_SETTINGS, *_WEIGHTS)
     folder = fetch(place, patterns=patterns, what="image encoders", option=OPTION)
     if not (folder / _SETTINGS[0]).is_file():
         right = f"must be {EFFICIENTNET}, or a folder or hub name of a vision model of transformers (config.json)"
@@ -199,8 +201,8 @@ def _open_transformers(place: str, device: torch.device) -> tuple[Any, ...]:
     size, mean, std = _read_preprocessing(folder, place)
     with _refusing(place):
         settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if device.type == "meta":
-            with device:
+        if is_meta:
+            with torch.device("meta"):
                 network = transformers.AutoModel.from_config(settings)
         else:
             network, info = transformers.AutoModel.from_pretrained(
@@ -222,10 +224,10 @@ def _open_transformers(place: str, device: torch.device) -> tuple[Any, ...]:
     def encode(network: Any, images: Tensor) -> Tensor:
         return _on_grid(network(pixel_values=images).last_hidden_state, size, patch_size, place)
 
-    if device.type == "meta":  # a refusal comes before weights are read
+    if is_meta:  # a refusal comes before weights are read
         with _refusing(place), torch.no_grad():
             encode(network, torch.empty(1, 3, size, size, device="meta"))
-    return network, prepare, encode, (size, mean, std)
+    return Encoder(network, prepare, encode, (size, mean, std))
 
 
 def _read_preprocessing(folder: Path, place: str) -> tuple[int, list[float], list[float]]:

@@ -16,6 +16,7 @@ Notable:
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -62,14 +63,13 @@ class Aligned(Ingredient):
         block: int = 8,
         weight: float = 0.5,
         cache: bool = False,
-        **options: Any,
     ) -> Aligned:
         """Build it for a model. The encoder is not opened: those who only sample build it too."""
         if spec.features and not 1 <= block <= len(spec.features):
             right = f"must be 1 to {len(spec.features)}, the blocks of {spec.name} {spec.flavor}"
             raise option_error(OPTION, f"{cls.method} block={block}", right)
         target = None if encoder == LATENTS else ImageFeatures(encoder, grid_of(spec), cache)
-        return cls(base, spec, block, weight, target, **options)
+        return cls(base, spec, block, weight, target)
 
     @classmethod
     def mistakes(cls, config: Config, objective: type[Objective]) -> Iterator[tuple[str, str]]:
@@ -121,10 +121,10 @@ class REPA(Aligned):
         encoder: str,
         block: int = 8,
         weight: float = 0.5,
-        width: int = 2048,
         cache: bool = False,
+        width: int = 2048,
     ) -> Aligned:
-        return super().around(base, spec, encoder, block, weight, cache, width=width)
+        return dataclasses.replace(super().around(base, spec, encoder, block, weight, cache), width=width)
 
     def projector(self, width: int, target_width: int) -> nn.Module:
         sizes = (width, self.width, self.width, target_width)
@@ -135,12 +135,6 @@ class REPA(Aligned):
 @dataclass(frozen=True)
 class IREPA(Aligned):
     method = "irepa"
-
-    @classmethod
-    def around(
-        cls, base: Objective, spec: ModelSpec, encoder: str, block: int = 8, weight: float = 0.5, cache: bool = False
-    ) -> Aligned:
-        return super().around(base, spec, encoder, block, weight, cache)
 
     def projector(self, width: int, target_width: int) -> nn.Module:
         return TokenConvolution(width, target_width, grid_of(self.spec))

@@ -60,7 +60,8 @@ def describe(plan: Plan) -> str:
         + f"; activations kept from forward to backward {plan.activations / GIB:.3f}",
     ]
     if plan.model.objective.targets:
-        lines += describe_targets(plan.model.objective, flops_per_image=plan.model.flops_per_image)
+        costs = describe_targets(plan.model.objective, flops_per_image=plan.model.flops_per_image)
+        lines += [f"  {line}" for line in costs]
     if config.training.compile:
         lines.append("  blocks are planned as eager; compiled ones need less")
     return "\n".join([*lines, *_bound(plan)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -91,7 +92,7 @@ class FrozenTrace:
     num_bytes: int
     """Of its weights."""
     highest: np.ndarray
-    """(2,) highest bytes while it computes, fixed and per image."""
+    """(2,) highest bytes while it computes, fixed and per image, above a batch with the result."""
 
     def peak(self, batch_size: int) -> float:
         return float(self.highest @ [1, batch_size])
@@ -105,12 +106,13 @@ def trace_frozen(target: Target, *, dtype: torch.dtype, kernels: str) -> FrozenT
     """
     network = target.open(torch.device("meta"), dtype)
     weights = [*network.module.parameters(), *network.module.buffers()]
+    result = math.prod(target.tensor.shape) * target.tensor.dtype.itemsize
     peaks = []
     for batch in _BATCHES:
         images = target.example(batch)
         with StepRecorder(ignored=[*weights, images]) as recorder, DeviceKernels(kernels, is_own=False):
             network(images)
-        peaks.append(np.float64(max(recorder.live_after)))
+        peaks.append(np.float64(max(recorder.live_after) - batch * result))
     return FrozenTrace(sum(weight.numel() * weight.element_size() for weight in weights), _affine(*peaks))
 
 
