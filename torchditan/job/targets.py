@@ -65,7 +65,7 @@ def open_targets(config: Config, objective: Objective, dataset: ImageDataset, *,
         opened.cached[name] = target.fill_cache(
             dataset,
             network=network,
-            flips=config.dataset.horizontal_flip,
+            flips=bool(config.dataset.horizontal_flip),
             folder=cache_folder(config) / "targets",
             rank=rank,
             timeout_seconds=config.comm.init_timeout_seconds,

@@ -124,7 +124,8 @@ class REPA(Aligned):
         cache: bool = False,
         width: int = 2048,
     ) -> Aligned:
-        return dataclasses.replace(super().around(base, spec, encoder, block, weight, cache), width=width)
+        built: Any = super().around(base, spec, encoder, block, weight, cache)
+        return dataclasses.replace(built, width=width)
 
     def projector(self, width: int, target_width: int) -> nn.Module:
         sizes = (width, self.width, self.width, target_width)
