@@ -70,6 +70,8 @@ INGREDIENTS = Registry(
     "torchditan.ingredients",
     {
         "cosine_velocity": "torchditan.extras.methods.cosine_velocity:CosineVelocity",
+        "irepa": "torchditan.extras.methods.repa:IREPA",
+        "repa": "torchditan.extras.methods.repa:REPA",
     },
     base="torchditan.diffusion.objectives:Ingredient",
 )

@@ -43,6 +43,7 @@ from torchditan.distributed.process_group import (
 from torchditan.errors import ConfigError, option_error
 from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
+from torchditan.job.targets import describe_targets
 from torchditan.models.flops import count_model_flops
 from torchditan.models.peak_flops import peak_flops
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard, LossSpikes
@@ -95,6 +96,7 @@ class Trainer:
         self.plan = job.plan
         self.space = job.space
         self.objective = job.objective
+        self.targets = job.targets
         self.stop_request = StopRequest()
         self.supervision = Supervision(job.rank, job.run_directory)
         self.progress = self.supervision.progress
@@ -194,13 +196,15 @@ class Trainer:
         notes += [] if source is None else [f"started from the {source}"]
         self.stop_point = StopPoint(self.stop_request, config, self.checkpoints)
         self.rollback = Rollback(config, self.checkpoints, global_batch_size=self.plan.global_batch_size)
+        flops_per_image = self.flops_per_image()
+        notes += describe_targets(job.objective, flops_per_image=flops_per_image)
         self.logger = MetricsLogger(
             config.metrics,
             job.run_directory,
             self.progress,
             world_size=self.rank.world_size,
             device=self.device,
-            flops_per_image=self.flops_per_image(),
+            flops_per_image=flops_per_image,
             peak_flops=peak_flops(torch.cuda.get_device_name()) if self.device.type == "cuda" else None,
             total_steps=config.training.steps,
             tokens_per_image=job.spec.num_tokens,
@@ -282,6 +286,7 @@ class Trainer:
         return TrainingStream(
             job.dataset,
             corrupt_images=options.corrupt_images,
+            targets=self.targets.cached,
             **shared,
         )
 
@@ -426,8 +431,9 @@ class Trainer:
         is_pinned = self.device.type == "cuda"
         batch = {key: tensor.to(self.device, non_blocking=is_pinned) for key, tensor in batch.items()}
         randomness = randomness.to(self.device)
-        with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():
-            return self.space.prepare(batch, randomness.get("posterior")), randomness
+        with self.logger.timer.encoding() if self.space.is_encoding or self.targets.online else nullcontext():
+            targets = self.targets.compute(batch)  # from the images, which `prepare` may encode
+            return {**self.space.prepare(batch, randomness.get("posterior")), **targets}, randomness
 
     def describe_wait(self) -> str:
         """Who waits for which data, for messages."""

@@ -17,9 +17,8 @@ CORE = (
     "trainer",
 )
 EXTRAS = (
-    *("tensor_cache", "autoencoders", "latents", "published", "captions", "methods", "weights"),
-    *("evaluation", "sharing"),
-    *("planner", "ablation"),
+    *("tensor_cache", "autoencoders", "latents", "published", "captions", "weights", "evaluation", "sharing"),
+    *("methods", "planner", "ablation"),
     "report",
 )
 ORDER = [*CORE, *(f"extras.{name}" for name in EXTRAS), "training", "ablation", "planner", "commands"]

@@ -288,7 +288,8 @@ class Diffusion:
     embedded_guidance: Annotated[float, AtLeast(0)] = 1.0
     """Guidance scale during training, for models that embed it (FLUX.1-dev, FLUX.2-dev, HunyuanVideo)."""
     ingredients: list[Annotated[str, INGREDIENTS]] = field(default_factory=list)
-    """Changes of the objective, each with its options after the name, "module:name weight=0.1" (docs/extending.md)."""
+    """Changes of the objective, each with its options after the name: "irepa encoder=PATH block=8" aligns a block with
+    an image encoder (docs/recipes.md), "module:name weight=0.1" is one of your own (docs/extending.md)."""
 
 
 @dataclass(frozen=True)

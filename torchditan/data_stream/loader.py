@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -19,6 +20,7 @@ from torchditan.data_stream.datasets import Batch, BatchedDataset, ImageDataset
 from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
 from torchditan.errors import ConfigError, option_error
+from torchditan.models.frozen import LookUp
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw
 
 PREFETCH = 4
@@ -62,6 +64,8 @@ class CollateAndDraw:
     """(C, H, W) of the model's input; of latents, if the device encodes pixels. None: the batch's shape."""
     numbers: Mapping[str, Kind]
     collate: Collate
+    targets: Mapping[str, LookUp]
+    """Name in the batch -> what reads it for samples, from a cache."""
 
     def __call__(
         self, items: list[dict[str, Any] | ConfigError] | Batch | ConfigError
@@ -69,6 +73,10 @@ class CollateAndDraw:
         batch = self.collate(items)
         if isinstance(batch, ConfigError):
             return batch
+        try:
+            batch |= {name: look_up(batch["sample"]) for name, look_up in self.targets.items()}
+        except ConfigError as error:
+            return error
         shape = self.sample_shape or batch["sample"].shape[1:]
         return batch, draw(self.seed, batch["index"].tolist(), shape, self.numbers)
 
@@ -89,6 +97,7 @@ class TrainingStream:
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT,
+        targets: Mapping[str, LookUp] = MappingProxyType({}),
     ) -> None:
         flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.plan = plan
@@ -107,7 +116,7 @@ class TrainingStream:
                 raise option_error("dataset.aspect_buckets", True, right)
             noise_shape = None
         self.loader_options: dict[str, Any] = {
-            "collate_fn": CollateAndDraw(seed, noise_shape, numbers, Collate(labelled=num_classes > 0)),
+            "collate_fn": CollateAndDraw(seed, noise_shape, numbers, Collate(labelled=num_classes > 0), dict(targets)),
             "num_workers": num_workers,
             "prefetch_factor": PREFETCH if num_workers else None,
             "pin_memory": pin_memory,

@@ -48,5 +48,7 @@ def example_batch(spec: ModelSpec, objective: Objective, batch_size: int) -> tup
     """The tensors that the trainer has on the device at the start of the step, on the meta device."""
     with torch.device("meta"):
         batch = spec.example_batch(batch_size)
+        for name, target in objective.targets.items():
+            batch[name] = torch.zeros(batch_size, *target.tensor.shape, dtype=target.tensor.dtype)
         shapes = {"normal": batch["sample"].shape, "uniform": (batch_size,)}
         return batch, Randomness({name: torch.empty(shapes[kind]) for name, kind in objective.numbers.items()})

@@ -19,6 +19,7 @@ from torchditan.registry import INGREDIENTS, OBJECTIVES, build, objective_kinds,
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
     from torchditan.diffusion.samplers import Prediction, StepNoise
+    from torchditan.models.frozen import Target
     from torchditan.models.spec import Condition, Head, ModelSpec
 
 
@@ -117,6 +118,11 @@ class Objective:
         output. Samples, exports and new runs leave them out."""
         return {}
 
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """Tensors of the batch that frozen networks compute from the clean images, for `loss`: name -> target."""
+        return {}
+
     def model_time(self, t: Any) -> Any:
         """t, a number or tensor (0 is noise, 1 is data), as the time that the model receives. Its own inverse."""
         return t
@@ -206,6 +212,10 @@ class Ingredient(Objective):
     @property
     def heads(self) -> Mapping[str, Head]:
         return self.base.heads
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        return self.base.targets
 
     @property
     def embeds_guidance(self) -> bool:

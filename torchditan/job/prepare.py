@@ -32,6 +32,7 @@ from torchditan.job.complete import (
     with_condition_of,
 )
 from torchditan.job.description import describe_data
+from torchditan.job.targets import OpenTargets, open_targets
 from torchditan.models import ModelSpec
 from torchditan.registry import job_part
 from torchditan.run.directory import RunDirectory, run_path
@@ -57,6 +58,8 @@ class Job:
     spec: ModelSpec
     """The model, with the heads that only training uses."""
     objective: Objective
+    targets: OpenTargets
+    """What the loss reads besides the batch, from frozen networks."""
     plan: BatchPlan
     rank: Rank
     parallel_dims: ParallelDims
@@ -73,7 +76,7 @@ class Job:
         found, path = trajectory(self.config), self.config.checkpoint.initial_load_path
         if path is not None and self.config.lora.rank:
             found[INITIAL_WEIGHTS] = job_part("lora.initial_load_path")(path)
-        return found
+        return found | {f"weights of {network}": identity for network, identity in self.targets.identities.items()}
 
     @property
     def device(self) -> torch.device:
@@ -131,6 +134,7 @@ def prepare(
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset
     objective = build_objective(completed.diffusion, spec)
+    targets = open_targets(completed, objective, dataset, rank=rank)
     evaluation = None
     if completed.evaluation.freq:
         data = {"dataset": dataset, "held_out": validation_dataset, "space": space}
@@ -143,6 +147,7 @@ def prepare(
         space=space,
         spec=spec.with_heads(objective.heads),
         objective=objective,
+        targets=targets,
         plan=plan,
         rank=rank,
         parallel_dims=parallel_dims,

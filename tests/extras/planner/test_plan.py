@@ -53,6 +53,7 @@ FULL = "--activation_checkpoint.mode=full"
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
 HEAD = f"--diffusion.ingredients={ALIGNED}"
+REPA = ["--diffusion.ingredients=repa encoder=efficientnet-lite0 block=2 width=64", "--model.input_channels=3"]
 ADALN_SINGLE, IN_CONTEXT = "--model.conditioning=adaln_single", "--model.conditioning=in_context"
 MEAN_FLOW = "--diffusion.objective=imf guidance=true"
 REPLICATE = "--training.data_parallel_replicate_degree"
@@ -76,6 +77,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
     1: {
         "plain": [],
         "head": [HEAD],
+        "REPA": REPA,
         "full": [FULL],
         "op": OP,
         "float32": ["--training.mixed_precision_param=float32"],
@@ -106,6 +108,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
     2: {
         "FSDP": [],
         "FSDP MeanFlow": [MEAN_FLOW],
+        "FSDP REPA": REPA,
         "FSDP official, DDPM": [*DDPM, FULL],
         "FSDP Muon": [MUON, FULL],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
@@ -183,6 +186,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     from torchditan.distributed.context_parallel import split_tokens_over_ranks
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
+    from torchditan.distributed.precision import precision_for
     from torchditan.optim.divergence import DivergenceGuard
     from torchditan.optim.ema import EMA
     from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, optimizer_parts
@@ -225,6 +229,9 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     for name, (shape, dtype) in spec.conditioning.tensors.items():
         batch[name] = torch.ones(batch_size, *shape, dtype=dtype)
     randomness = draw(0, range(batch_size), spec.sample_shape, objective.numbers)
+    dtype = dtypes[precision_for(torch.device("cpu"))]
+    networks = {name: target.open(torch.device("cpu"), dtype) for name, target in objective.targets.items()}
+    frozen = [weight for network in networks.values() for weight in network.module.state_dict().values()]
     gradients = 0
 
     def step(number: int) -> None:
@@ -232,7 +239,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         for micro_batch in range(num_micro_batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
-            losses, _ = split(objective.loss(model, batch, randomness))
+            targets = {name: network(sample) for name, network in networks.items()}
+            losses, _ = split(objective.loss(model, {**batch, **targets}, randomness))
             (losses.sum() / batch_size).backward()
             del losses
         guard.step(number, clip_grad_norm(parameters, max_norm=1.0))
@@ -243,7 +251,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
             ema.update(number)
 
     on_device = [sample, *batch.values(), *randomness.values()]
-    census = Census(*model.parameters(), *model.buffers(), *average.values(), *on_device)
+    census = Census(*model.parameters(), *model.buffers(), *average.values(), *on_device, *frozen)
     peaks = []
     with census:
         step(1)

@@ -12,7 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -28,6 +27,7 @@ from torchditan.errors import ConfigError, first_line, option_error, shorten
 from torchditan.extras.autoencoders.autoencoder import Autoencoder
 from torchditan.extras.autoencoders.catalogue import PUBLISHED, Published
 from torchditan.extras.autoencoders.hub import find_weights, place_of
+from torchditan.models.frozen import hash_of_weights
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 FOLDED_CLASS = "AutoencoderKLFlux2"
@@ -167,15 +167,6 @@ def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dt
     return torch.bfloat16 if stored == {torch.bfloat16} and not force_upcast else torch.float32
 
 
-def _fingerprint(weights: dict[str, Tensor]) -> str:
-    """Equal for equal names, shapes, dtypes and bytes, independent of the file."""
-    digest = hashlib.sha256()
-    for name, tensor in weights.items():
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return f"diffusers-{digest.hexdigest()[:16]}"
-
-
 def _refuse(folder: Path, right: str) -> ConfigError:
     return option_error("autoencoder.path", str(folder), right)
 
@@ -210,7 +201,7 @@ def open_published(
     opened = DiffusersAutoencoder
     if described["_class_name"] == FOLDED_CLASS:
         opened, normalization = FoldedAutoencoder, _statistics_of(weights, eps=model.config["batch_norm_eps"])
-    autoencoder = opened(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
+    autoencoder = opened(model, fingerprint=f"diffusers-{hash_of_weights(weights)}", dtype=dtype, device=device)
     if normalization is not None:
         shift, scale = (values.expand(autoencoder.latent_channels).clone() for values in normalization)
         autoencoder.set_normalization(shift=shift, scale=scale)

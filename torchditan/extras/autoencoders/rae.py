@@ -14,7 +14,6 @@ Notable:
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ from torchditan.errors import ConfigError, first_line, option_error
 from torchditan.extras.autoencoders.autoencoder import Autoencoder, check_image_channels
 from torchditan.extras.autoencoders.hub import find_weights, place_of
 from torchditan.models.dit import sincos_position_table
+from torchditan.models.frozen import hash_of_weights
 from torchditan.run.hub import fetch
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -220,7 +220,7 @@ def open_rae(
         encoder_size=described["encoder_input_size"],
         pixels=(mean, std),
         latents=(latents_mean, latents_std),
-        fingerprint=_fingerprint({**weights, **of_encoder}),
+        fingerprint=f"rae-{hash_of_weights(dict(sorted({**weights, **of_encoder}.items())))}",
         dtype=dtype,
         device=device,
     )
@@ -350,15 +350,6 @@ def _check_names(differing: set[str], *, folder: Path) -> None:
     if differing:
         many = f"{len(differing)} tensors are missing, unknown or of other shape, {min(differing)} first"
         raise _refuse(folder, f"{FILES[1]} does not match {FILES[0]}: {many}")
-
-
-def _fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Equal for equal names, shapes, dtypes and bytes, independent of the file."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return f"rae-{digest.hexdigest()[:16]}"
 
 
 def _refuse(folder: Path, right: str) -> ConfigError:

@@ -37,6 +37,8 @@ STAGES = (
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 )
+NUM_BLOCKS_SIXTEENTH = sum(num_blocks for num_blocks, *_ in STAGES[:5])
+"""Blocks up to the last one at 1/16 of the image's size."""
 
 
 class SameConv2d(nn.Conv2d):
@@ -133,6 +135,15 @@ class EfficientNetLite0(nn.Module):
         x = self._blocks(x)  # (B, 320, 7, 7)
         x = F.relu6(self._bn1(self._conv_head(x)), inplace=True)
         return x.mean((2, 3))
+
+    def sixteenth(self, x: Tensor) -> Tensor:
+        """Preprocessed (B, 3, H, W) -> the last map at 1/16 of the size, (B, 112, H / 16, W / 16)."""
+        x = F.relu6(self._bn0(self._conv_stem(x)), inplace=True)
+        return self._blocks[:NUM_BLOCKS_SIXTEENTH](x)
+
+    def keep_sixteenth(self) -> None:
+        """Drop the layers that `sixteenth` does not use."""
+        del self._blocks[NUM_BLOCKS_SIXTEENTH:], self._conv_head, self._bn1, self._fc
 
     def logits(self, features: Tensor) -> Tensor:
         """Features (B, 1280) -> logits of the ImageNet classes (B, 1000)."""

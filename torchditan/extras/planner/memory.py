@@ -211,6 +211,8 @@ def timeline(
     batch_size: int,
     batch_bytes: float,
     workspace: float,
+    frozen_bytes: float = 0,
+    frozen_peak: float = 0,
 ) -> list[Instant]:
     """The moments of the last micro-batch at which memory can peak, in order.
 
@@ -222,10 +224,15 @@ def timeline(
         batch_size: images in a micro-batch.
         batch_bytes: bytes of the batch and its noise.
         workspace: bytes that the device libraries take from the allocator.
+        frozen_bytes: weights of the frozen networks of the objective.
+        frozen_peak: highest bytes while they compute.
     """
     constant = {name: 0.0 if layout.cpu_offload else state[name] for name in ("parameters", "optimizer", "ema")}
     constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
+    constant["frozen networks"] = frozen_bytes
     step = _Step(parameters, layout, constant)
+    if frozen_peak:
+        step.encode(frozen_peak)
     step.forward(traces, batch_size)
     step.backward(traces, batch_size)
     step.update()
@@ -252,6 +259,9 @@ class _Step:
         block stays whole, or is gathered again at once."""
         if layout.num_shards > 1:
             self.remaining = 1.0 if layout.reshard_after_forward == "never" else 0.0
+
+    def encode(self, working: float) -> None:
+        self._add("frozen networks", gathered=0, working=working)
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
@@ -329,6 +339,7 @@ class _Step:
             "optimizer": self.constant["optimizer"],
             "ema": self.constant["ema"],
             "buffers": self.constant["buffers"],
+            "frozen networks": self.constant["frozen networks"],
             "activations": self.kept,
             "working memory": working,
             "batch": self.constant["batch"],

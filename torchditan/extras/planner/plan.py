@@ -34,7 +34,7 @@ from torchditan.extras.planner.batch_size import allowed_batch_sizes, largest_th
 from torchditan.extras.planner.devices import Device, device_named
 from torchditan.extras.planner.memory import Instant, Layout, model_parameters, model_state, timeline
 from torchditan.extras.planner.step_bound import StepBound, step_bound
-from torchditan.extras.planner.trace import Checkpointing, StepTrace, trace_blocks
+from torchditan.extras.planner.trace import Checkpointing, FrozenTrace, StepTrace, trace_blocks, trace_frozen
 from torchditan.extras.published.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
@@ -313,6 +313,8 @@ def _plan(config: Config, device: Device | None, kernels: str, num_devices: int)
         batch_size=training.batch_size,
         batch_bytes=model.batch_bytes(training.batch_size),
         workspace=0 if device is None else device.workspace_mib * 2**20,
+        frozen_bytes=sum(network.num_bytes for network in model.frozen),
+        frozen_peak=max((network.peak(training.batch_size) for network in model.frozen), default=0),
     )
     return Plan(
         config=config,
@@ -357,8 +359,18 @@ class TracedModel:
     def batch_bytes(self, batch_size: int) -> float:
         """Bytes of samples and noise in float32, and of the condition. Other inputs are negligible."""
         condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
+        condition += sum(
+            math.prod(target.tensor.shape) * target.tensor.dtype.itemsize for target in self.objective.targets.values()
+        )
         num_normal = sum(kind == "normal" for kind in self.objective.numbers.values())
         return batch_size * ((1 + num_normal) * 4 * math.prod(self.spec.sample_shape) + condition + 16)
+
+    @functools.cached_property
+    def frozen(self) -> list[FrozenTrace]:
+        """The frozen networks that compute in each step, in bfloat16, or on a CPU in what suits this one."""
+        dtype = torch.bfloat16 if self.kernels != "cpu" else getattr(torch, precision_for(torch.device("cpu")))
+        targets = self.objective.targets.values()
+        return [trace_frozen(target, dtype=dtype, kernels=self.kernels) for target in targets if not target.is_cached]
 
     def traces(self, config: Config) -> list[StepTrace]:
         """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""

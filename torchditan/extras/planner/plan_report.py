@@ -9,6 +9,7 @@ from torchditan.config.options import Config
 from torchditan.extras.planner.alternatives import Alternative
 from torchditan.extras.planner.plan import GIB, USABLE_MEMORY, Plan
 from torchditan.extras.planner.step_bound import model_peak
+from torchditan.job.targets import describe_targets
 from torchditan.registry import FAMILIES
 
 Table = Sequence[Sequence[str]]
@@ -58,6 +59,9 @@ def describe(plan: Plan) -> str:
         + ", ".join(f"{name} {size / GIB:.3f}" for name, size in plan.state.items())
         + f"; activations kept from forward to backward {plan.activations / GIB:.3f}",
     ]
+    if plan.model.objective.targets:
+        costs = describe_targets(plan.model.objective, flops_per_image=plan.model.flops_per_image)
+        lines += [f"  {line}" for line in costs]
     if config.training.compile:
         lines.append("  blocks are planned as eager; compiled ones need less")
     return "\n".join([*lines, *_bound(plan)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from torchditan.distributed.context_parallel import split_tokens
 from torchditan.extras.planner.recorder import StepRecorder, list_tensors
 from torchditan.models.attention import attention_by_products, is_faster_by_products
 from torchditan.models.dit import DiT
+from torchditan.models.frozen import Target
 from torchditan.models.rms_norm import RMSNorm
 from torchditan.models.spec import ModelSpec
 
@@ -81,6 +83,37 @@ class StepTrace:
     """One block. Its weight gradients, in the dtype of the weights, are live during the segment but not at its end."""
     tail: Segment
     """Backward of the embedders."""
+
+
+@dataclass(frozen=True)
+class FrozenTrace:
+    """Memory of a frozen network."""
+
+    num_bytes: int
+    """Of its weights."""
+    highest: np.ndarray
+    """(2,) highest bytes while it computes, fixed and per image, above a batch with the result."""
+
+    def peak(self, batch_size: int) -> float:
+        return float(self.highest @ [1, batch_size])
+
+
+def trace_frozen(target: Target, *, dtype: torch.dtype, kernels: str) -> FrozenTrace:
+    """Trace what a target's network computes for a batch, without gradients.
+
+    Args:
+        kernels: see `trace_blocks`.
+    """
+    network = target.open(torch.device("meta"), dtype)
+    weights = [*network.module.parameters(), *network.module.buffers()]
+    result = math.prod(target.tensor.shape) * target.tensor.dtype.itemsize
+    peaks = []
+    for batch in _BATCHES:
+        images = target.example(batch)
+        with StepRecorder(ignored=[*weights, images]) as recorder, DeviceKernels(kernels, is_own=False):
+            network(images)
+        peaks.append(np.float64(max(recorder.live_after) - batch * result))
+    return FrozenTrace(sum(weight.numel() * weight.element_size() for weight in weights), _affine(*peaks))
 
 
 def trace_blocks(
