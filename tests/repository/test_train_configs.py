@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,13 @@ def test_every_configuration_trains_a_step(
         flags += ["--model.overrides=depth=2"]
     if tables["model"].get("text") and "text_width" not in tables["model"]:  # captions set the sizes
         flags += ["--model.text_tokens=4", "--model.text_width=8"]
+    name = tables["model"].get("name", "dit")
+    flags += [f"--model.name={re.sub('head_width=[0-9]+', 'head_width=64', name)}"]
+    if tables.get("autoencoder", {}).get("online"):
+        flags += ["--autoencoder.online=false"]
+    if "encoder=" in str(ingredients := tables.get("diffusion", {}).get("ingredients")):  # of images, not of latents
+        method = ingredients[0].split()[0]
+        flags += [f"--diffusion.ingredients={method} encoder=efficientnet-lite0 block=1", "--model.input_channels=3"]
     if tables["model"].get("path"):  # a published model: weights are drawn, and its latents have 16 channels
         for module in ("diffusers", "peft", "torchao"):
             pytest.importorskip(module)
