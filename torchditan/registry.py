@@ -231,6 +231,8 @@ METRICS = Registry(
     "torchditan.metrics",
     {
         "classifier": "torchditan.extras.evaluation.classifier:ClassifierAccuracy",
+        "clip": "torchditan.extras.evaluation.clip_score:ClipScore",
+        "dinov2": "torchditan.extras.evaluation.dinov2:DINOv2Quality",
         "effnet": "torchditan.extras.evaluation.quality:EffNetQuality",
         "inception": "torchditan.extras.evaluation.quality:InceptionQuality",
         "prompts": "torchditan.extras.evaluation.scene_prompts:ScenePrompts",

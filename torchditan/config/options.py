@@ -604,7 +604,8 @@ class Evaluation:
     freq: Annotated[int, AtLeast(0)] = 0
     """Steps between two evaluations, and one at the last step; 0 disables them."""
     metrics: Annotated[list[Annotated[str, METRICS]], Length(1)] = field(default_factory=lambda: ["effnet"])
-    """What to compute: effnet, inception or classifier; prompts for a model of captions of the dataset scenes."""
+    """What to compute: effnet, inception, classifier or "dinov2 path=PLACE"; for a model of captions "clip path=PLACE",
+    and prompts if they are of the dataset scenes."""
     num_samples: Annotated[int, AtLeast(1)] = 2600
     """Samples per evaluation. FD-EffNetLite0 needs more than 1,280, and FID more than 2,048."""
     seed: Annotated[int, AtLeast(0)] = 1

@@ -236,7 +236,7 @@ def open_captions(
     prompts = config.sampling.prompts or [source.captions[index] for source, index in own]
     captions = {text for source in sources for index in range(len(source)) for text in source.caption_variants(index)}
     negative = config.sampling.negative_prompt
-    drawn = {*prompts, *(sources[0].captions if config.evaluation.freq else ())}
+    drawn = {*prompts, *(text for source in sources for text in source.captions if config.evaluation.freq)}
     texts = _encode_texts(config, {*captions, *drawn, negative}, encoders, folder=folder, rank=rank)
     if rank.rank == 0 and not config.job.print_config:
         _report_tokens(encoders, captions=captions, prompts={*config.sampling.prompts, negative})

@@ -118,6 +118,8 @@ class Card:
     """The `[sampling]` options that change samples."""
     model_evaluations: int | None = None
     """Forward passes per sample; a guided step counts two."""
+    prompts: str | None = None
+    """Origin of the samples' prompts: "given", "the metric's", "held-out captions" or "training captions"."""
 
     options: dict[str, Any]
     """Those of torchditan evaluate by name, also where they were left out: `step`, `class_balance`, `rounding`, ..."""

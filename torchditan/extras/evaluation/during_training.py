@@ -42,12 +42,14 @@ class TrainingEvaluation:
         self.dataset = dataset
         options, factor = config.evaluation, config.autoencoder.downsampling or 1
         self.to_pixels = _open_decoder(config, space, device)
+        real = _real_images(config, dataset, held_out)
         self.evaluator = Evaluator(
             config,
             options.metrics,
-            _real_images(config, dataset, held_out),
+            real,
             class_names=dataset.class_names if config.dataset.num_classes else [],
             prompts_of=None if config.model.text is None else dataset.name,
+            captioned=None if real else ("held_out", held_out.source),
             num_samples=options.num_samples,
             image_size=(space.sample_shape[-2] * factor, space.sample_shape[-1] * factor),
             decode=self.to_pixels,
@@ -89,11 +91,11 @@ def _real_images(config: Config, dataset: Any, held_out: Any) -> dict[Source, Im
     """
     if config.model.text is None:
         return {"train": dataset, "held_out": held_out}
-    if is_judged_by_prompts(config.evaluation.metrics, dataset.name, option="evaluation.metrics"):
-        return {}
     if not hasattr(dataset, "source"):
         right = f"draws training captions, and the dataset {dataset.name} has none; must be 0"
         raise option_error("evaluation.freq", config.evaluation.freq, right)
+    if is_judged_by_prompts(config.evaluation.metrics, dataset.name, option="evaluation.metrics"):
+        return {}
     return {"train": dataset.source, "held_out": held_out.source}
 
 

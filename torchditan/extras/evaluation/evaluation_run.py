@@ -66,7 +66,8 @@ def note(text: str) -> None:
 
 def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> TrainedModel:
     with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
+        given: dict[str, Any] = {"device": rank.device, "dtype": None, "flags": flags}
+        trained = TrainedModel.open(args.run, step=args.step, weights=args.weights, **given)
     if args.prompts is not None:
         if not trained.takes_prompts:
             raise option_error("--prompts", args.prompts, "this run was not trained on captions; leave it out")
@@ -77,6 +78,8 @@ def open_run(args: argparse.Namespace, flags: Sequence[str], rank: Rank) -> Trai
 def build_evaluator(args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels, rank: Rank) -> Evaluator:
     """The evaluator of this command, with the real images of the run."""
     prompts_of = trained.config.dataset.dataset_name if trained is not None and trained.takes_prompts else None
+    if prompts_of is not None and trained is not None and len(trained.sample_shape) > 3:
+        raise ConfigError(f"{args.run} draws videos; metrics are of images")
     by_prompts = is_judged_by_prompts(args.metrics or [], prompts_of)
     if by_prompts and args.reference is not None:
         right = "has no effect on samples that are compared with their prompts; leave it out"
@@ -103,7 +106,8 @@ def build_evaluator(args: argparse.Namespace, trained: TrainedModel | None, deco
         names,
         datasets,
         class_names=class_names,
-        prompts_of=prompts_of,
+        prompts_of=prompts_of if args.images is None else None,
+        captioned=open_captions(trained) if trained is not None and by_prompts and args.prompts is None else None,
         num_samples=num_samples,
         image_size=image_size,
         decode=decode,
@@ -138,6 +142,21 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel) -> dict[So
             raise
         note(f"no copy check and no held-out figures: {error}")
         return {}
+
+
+def open_captions(trained: TrainedModel) -> tuple[Source, Any]:
+    """The images whose captions are prompts: the held-out ones, or those of training if none are held out.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    config = trained.config
+    channels = 3 if trained.is_latent else dataset_channels(config)
+    places: dict[str, Any] = {"input_channels": channels, "cache_folder": cache_folder(config)}
+    try:
+        return "held_out", build_dataset(config.dataset, split="validation", **places)
+    except ConfigError:
+        return "train", build_dataset(config.dataset, split="train", **places)
 
 
 def default_metrics(
@@ -279,15 +298,17 @@ class Subject:
             samples.append(self.evaluator.show(self.pictures(seed)).content)
             results.append(self.evaluator.compute())
         figures, other = card_figures(results, num_images=self.evaluator.num_samples)
-        extractors = {name: sha256 for metric in self.evaluator.metrics for name, sha256 in metric.extractors.items()}
+        environment = environment_of(rank.device)
+        if self.trained is not None and self.trained.dtype != torch.float32:  # of a published model
+            environment["precision"] = str(self.trained.dtype).removeprefix("torch.")
         card = Card(
             **self._origin(),
-            **environment_of(rank.device),
+            **environment,
             **about,
+            prompts=self.evaluator.prompts_from,
             seeds=self.seeds,
             num_samples=self.evaluator.num_samples,
             ranks=rank.world_size,
-            extractors=extractors,
             figures=figures,
             samples=samples,
             other=other,
@@ -305,13 +326,16 @@ class Subject:
             return {"images": images, "options": options_of(args)}
         assert trained is not None
         sampling = trained.config.sampling
+        settings = sampling_settings(sampling)
+        if trained.config.model.name in FAMILIES:
+            settings["embedded_guidance"] = sampling.embedded_guidance
         about = about_run(args.run, trained.config, trained.content, weights=trained.weights)
         return {
             **about,
             "step": trained.step,
             "images_seen": trained.images_seen,
             "model_parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
-            "sampling": sampling_settings(sampling),
+            "sampling": settings,
             "model_evaluations": trained.sampler.evaluations_per_sample(sampling),
             "options": options_of(
                 args,
@@ -384,6 +408,7 @@ def evaluate(
 
     args.metrics = evaluator.names
     about = {"metrics": evaluator.names, "reference": images.get("train"), "held_out": images.get("held_out")}
+    about["extractors"] = {name: sha256 for metric in evaluator.metrics for name, sha256 in metric.extractors.items()}
     subjects = []
     for point, settings in zip(points, given, strict=True):
         one = trained

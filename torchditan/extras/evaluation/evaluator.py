@@ -60,6 +60,7 @@ class Evaluator:
         datasets: training and held-out images of the run; empty if they are not needed.
         class_names: of the generated pictures; empty if their classes are not known.
         prompts_of: the captioned dataset whose prompts the generated pictures have; None if they have none.
+        captioned: the images whose captions are the prompts, if no metric has its own; None for the training images.
         num_samples, image_size: number of generated pictures, and their (H, W).
         decode: decodes samples of the datasets.
         device: where metrics run their networks.
@@ -78,6 +79,7 @@ class Evaluator:
         *,
         class_names: Sequence[str],
         prompts_of: str | None,
+        captioned: tuple[Source, Any] | None = None,
         num_samples: int,
         image_size: tuple[int, int],
         decode: ToPixels,
@@ -89,6 +91,9 @@ class Evaluator:
         self.datasets = datasets
         self.class_names = list(class_names)
         self.prompts_of = prompts_of
+        self.captioned = captioned
+        self.prompts_from: str | None = None
+        """Origin of the prompts, in words, after `prompts`."""
         self.num_samples = num_samples
         self.image_size = image_size
         self.to_pixels: ToPixels = decode
@@ -115,10 +120,11 @@ class Evaluator:
 
     def _check_samples(self, cls: Any, option: str, name: str) -> None:
         """Refuse a metric that cannot judge samples of this kind."""
-        judged = getattr(cls, "needs_dataset", None)
-        if judged is not None and judged != self.prompts_of:
-            raise option_error(option, name, f"needs samples of a model of the dataset {judged}; leave it out")
-        if judged is None and self.prompts_of is not None and "train" not in self.datasets:
+        is_of_prompts, judged = hasattr(cls, "needs_dataset"), getattr(cls, "needs_dataset", None)
+        if is_of_prompts and (self.prompts_of is None or judged not in (None, self.prompts_of)):
+            kind = "captions" if judged is None else f"the dataset {judged}"
+            raise option_error(option, name, f"needs samples of a model of {kind}; leave it out")
+        if not is_of_prompts and self.prompts_of is not None and "train" not in self.datasets:
             right = "use prompts" if _is_scored_by_prompts(self.prompts_of) else "leave it out"
             right = f"compares with real images, which are not read here for captions of {self.prompts_of}; {right}"
             raise option_error(option, name, right)
@@ -128,8 +134,8 @@ class Evaluator:
     def prompts(self, given: Sequence[str] = ()) -> list[str]:
         """The prompts of the generated pictures, which are drawn in turn.
 
-        They are those that the user gave, which the metrics check, or those of the first metric of prompts, or else
-        training captions, each once before any occurs again.
+        They are those that the user gave, which the metrics check, or those of the first metric that has some, or else
+        captions of the dataset, each once before any occurs again.
 
         Raises:
             ConfigError: a metric cannot judge a prompt.
@@ -138,10 +144,13 @@ class Evaluator:
         for metric in judges:
             metric.check_prompts(given)
         if given:
+            self.prompts_from = "given"
             return list(given)
-        if judges:
-            return judges[0].draw_prompts(self.num_samples)
-        dataset: Any = self.datasets["train"]
+        if own := next(filter(None, (metric.draw_prompts(self.num_samples) for metric in judges)), None):
+            self.prompts_from = "the metric's"
+            return own
+        source, dataset = self.captioned or ("train", self.datasets["train"])
+        self.prompts_from = "held-out captions" if source == "held_out" else "training captions"
         order = Permutation(0, "caption_order", 0, length=len(dataset))
         chosen = order(np.arange(self.num_samples) % len(dataset)).tolist()
         caption_of = dataset.caption_of if isinstance(dataset, CaptionedPixels) else dataset.captions.__getitem__
@@ -183,7 +192,8 @@ class Evaluator:
         for pictures in batches:
             with ieee_float32():  # the model that draws may compute in a lower precision
                 for metric in self.metrics:
-                    metric.update(pictures)
+                    if source == "generated" or not isinstance(metric, PromptMetric):
+                        metric.update(pictures)
             for number, image in zip(pictures.numbers.tolist(), pictures.images.contiguous().numpy(), strict=True):
                 hashes[number] = hashlib.sha256(image.data).digest()
             if pictures.labels is not None:
@@ -225,7 +235,7 @@ class Evaluator:
 
 
 def is_judged_by_prompts(metrics: Sequence[str], prompts_of: str | None, *, option: str = "--metrics") -> bool:
-    """Whether a metric judges the samples by their prompts, without real images.
+    """Whether the samples are judged by their prompts alone, without real images.
 
     Args:
         metrics: the chosen names.
@@ -238,7 +248,8 @@ def is_judged_by_prompts(metrics: Sequence[str], prompts_of: str | None, *, opti
     if prompts_of is None:
         return False
     chosen = [resolve(METRICS, option, name)[0] for name in metrics]
-    return _is_scored_by_prompts(prompts_of) or any(hasattr(cls, "needs_dataset") for cls in chosen)
+    by_prompts = bool(chosen) and all(hasattr(cls, "needs_dataset") for cls in chosen)
+    return by_prompts or _is_scored_by_prompts(prompts_of)
 
 
 def _is_scored_by_prompts(dataset: str) -> bool:

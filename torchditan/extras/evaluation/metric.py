@@ -128,13 +128,14 @@ class Metric(Protocol):
 
 @runtime_checkable
 class PromptMetric(Metric, Protocol):
-    """A metric of prompts of a captioned dataset. Its generated pictures have `prompts`; it sees no real images."""
+    """A metric of prompts. Its generated pictures have `prompts`; it sees no real images."""
 
-    needs_dataset: ClassVar[str]
-    """Name of the dataset."""
+    needs_dataset: ClassVar[str | None]
+    """Name of the captioned dataset whose models it judges; None for any model of captions."""
 
     def draw_prompts(self, count: int) -> list[str]:
-        """The prompts of an evaluation, unless the user gives some: one for each picture."""
+        """The prompts of an evaluation, unless the user gives some: one for each picture; none for captions of the
+        dataset."""
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Refuse prompts that it cannot judge.
