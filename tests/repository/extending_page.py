@@ -43,7 +43,7 @@ def examples() -> dict[str, Example]:
     found = {}
     for section in re.split(r"^## An? ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
-        if title == "image format":  # a line of a table
+        if title in ("image format", "architecture"):  # without an example
             continue
         if title == "published model":  # tests/extras/published/test_adding_a_family.py
             break
