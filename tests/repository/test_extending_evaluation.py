@@ -81,7 +81,7 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     outcome = run_script(*command, tmp_path / "run", "--metrics", "copy")
     assert outcome.code == 2
     assert (
-        'error: --metrics = "copy": must be one of classifier, effnet, inception, prompts, copies, or module:name; did you mean copies?'  # noqa: E501
+        'error: --metrics = "copy": must be one of classifier, clip, dinov2, effnet, inception, prompts, copies, or module:name; did you mean copies?'  # noqa: E501
         in outcome.err
     )
 

@@ -149,7 +149,7 @@ def test_the_clip_score_by_hand_on_one_rank_and_two(clip: Path) -> None:
     figure = found["CLIP score"]
     assert figure.value == pytest.approx(np.mean(means), rel=1e-5)
     assert figure.interval == pytest.approx((np.mean(means) - half_width, np.mean(means) + half_width), rel=1e-4)
-    assert found["prompts of the CLIP score"].startswith("3 different ones, 1 of them cut to 77 tokens")
+    assert found["prompts of the CLIP score"].startswith("3 different, 1 cut to 77 tokens")
 
 
 @pytest.mark.parametrize("name", ["captions", "flux lora"])
@@ -162,7 +162,7 @@ def test_captions_of_own_photos_are_the_prompts(name: str, clip: Path, zoo: Zoo,
     assert card.extractors == {"CLIP": sha256_of(clip / "model.safetensors")}
     figure = card.figures["CLIP score"]
     assert figure.num_images == 4 and figure.low is not None and figure.interval == "sampling only: 95%, one seed"
-    assert card.other["prompts of the CLIP score"].startswith("2 different ones, 0 ")
+    assert card.other["prompts of the CLIP score"].startswith("2 different, 0 cut")
     assert ("embedded_guidance" in card.sampling) == (name == "flux lora")
     cards.repeated(Path("card"), run_script)
 
@@ -194,19 +194,25 @@ def test_clip_in_training_draws_held_out_captions_and_goes_together_with_distanc
         ("dinov2 path={clip}", ["clip", "dinov2"]),
         ("dinov2 path=gone", ["config.json"]),
         ("dinov2 path={empty}", ["embeddings.cls_token"]),
+        ("dinov2 path={damaged}", ["header"]),
         ("clip path={clip}", ["captions"]),
+        ("clip path={mute}", ["tokenizer"]),
     ],
 )
 def test_a_mistake_is_one_line(
     metric: str, mentions: list[str], clip: Path, dinov2: Path, zoo: Zoo, run_script: RunScript, tmp_path: Path
 ) -> None:
-    empty = tmp_path / "empty"
+    empty, damaged, mute = (tmp_path / name for name in ("empty", "damaged", "mute"))
     shutil.copytree(dinov2, empty)
+    shutil.copytree(dinov2, damaged)
+    (damaged / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")  # not downloaded
+    shutil.copytree(clip, mute, ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "merges*"))
     weights = load_file(empty / "model.safetensors")
     del weights["embeddings.cls_token"]
     save_file(weights, empty / "model.safetensors", {"format": "pt"})
-    given = metric.format(clip=clip, dinov2=dinov2, empty=empty)
-    outcome = run_script("torchditan", "evaluate", zoo("digits"), "--metrics", given)
+    given = metric.format(clip=clip, dinov2=dinov2, empty=empty, damaged=damaged, mute=mute)
+    run = zoo("captions" if "mute" in given else "digits")
+    outcome = run_script("torchditan", "evaluate", run, "--metrics", given)
     assert outcome.code == 2, outcome.err
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert given in line and all(word in line for word in mentions), line

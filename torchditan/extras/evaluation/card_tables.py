@@ -30,6 +30,7 @@ def markdown(card: Card) -> str:
         [
             f"# {_escape(title(card))}\n",
             table(card),
+            *(f"\n{_escape(f'{name}: {text}')}" for name, text in card.other.items() if isinstance(text, str)),
             "\nTraining again with another seed changes the figures further.",
             "\n## Repeat it\n",
             "    " + one_line(shlex.join(["torchditan", "evaluate", *arguments_of(card)])),

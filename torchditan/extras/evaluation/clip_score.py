@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchditan.errors import first_line, option_error
+from torchditan.errors import option_error
 from torchditan.extras.captions.tokens import tokenizer_of_transformers
 from torchditan.extras.evaluation.card import spread_of
 from torchditan.extras.evaluation.extractors import GROUP, full_float32
@@ -48,13 +48,12 @@ class ClipScore(MetricOfAllPictures):
         self.model = found.model
         self.extractors = {"CLIP": found.sha256}
         self.max_length = found.model.config.text_config.max_position_embeddings
+        if not any((found.folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            right = "has no tokenizer (tokenizer.json, or vocab.json and merges.txt)"  # transformers takes an empty one
+            raise option_error("metrics", f"clip path={path}", right)
         import transformers  # open_network has found it
 
-        try:
-            self.tokenizer: Any = transformers.CLIPTokenizer.from_pretrained(found.folder, local_files_only=True)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            right = f"its tokenizer cannot be opened: {first_line(error)}"
-            raise option_error("metrics", f"clip path={path}", right) from error
+        self.tokenizer: Any = transformers.CLIPTokenizer.from_pretrained(found.folder, local_files_only=True)
 
     def draw_prompts(self, count: int) -> list[str]:
         """None of its own."""
@@ -97,7 +96,7 @@ class ClipScore(MetricOfAllPictures):
             half_width = spread_of(values).half_width
             figure = figure._replace(interval=(figure.value - half_width, figure.value + half_width))
         num_cut = len(places[is_cut].unique())
-        words = f"{len(prompts):,} different ones, {num_cut:,} of them cut to {self.max_length} tokens"
+        words = f"{len(prompts):,} different, {num_cut:,} cut to {self.max_length} tokens"
         return {"CLIP score": figure, "prompts of the CLIP score": words}
 
     def _counter(self, prompts: list[str]) -> Any:

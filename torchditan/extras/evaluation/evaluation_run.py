@@ -407,8 +407,12 @@ def evaluate(
         images["train"] = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
 
     args.metrics = evaluator.names
-    about = {"metrics": evaluator.names, "reference": images.get("train"), "held_out": images.get("held_out")}
-    about["extractors"] = {name: sha256 for metric in evaluator.metrics for name, sha256 in metric.extractors.items()}
+    about = {
+        "metrics": evaluator.names,
+        "reference": images.get("train"),
+        "held_out": images.get("held_out"),
+        "extractors": {name: sha256 for metric in evaluator.metrics for name, sha256 in metric.extractors.items()},
+    }
     subjects = []
     for point, settings in zip(points, given, strict=True):
         one = trained

@@ -149,7 +149,8 @@ class Evaluator:
         if own := next(filter(None, (metric.draw_prompts(self.num_samples) for metric in judges)), None):
             self.prompts_from = "the metric's"
             return own
-        source, dataset = self.captioned or ("train", self.datasets["train"])
+        found: tuple[Source, Any] = self.captioned or ("train", self.datasets["train"])
+        source, dataset = found
         self.prompts_from = "held-out captions" if source == "held_out" else "training captions"
         order = Permutation(0, "caption_order", 0, length=len(dataset))
         chosen = order(np.arange(self.num_samples) % len(dataset)).tolist()

@@ -53,6 +53,8 @@ def open_network(
     """
     transformers: Any = import_optional("transformers", extra="text")
     transformers.logging.disable_progress_bar()
+    from safetensors import SafetensorError  # comes with transformers
+
     patterns = ["config.json", _WEIGHTS, _SHARDS, f"{_WEIGHTS}.index.json", *files]
     folder = fetch(place, patterns=patterns, what="weights", option="metrics")
 
@@ -73,7 +75,7 @@ def open_network(
     options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "dtype": torch.float32}
     try:
         model, info = opener.from_pretrained(folder, output_loading_info=True, **options)
-    except _FAULTS as error:
+    except (*_FAULTS, SafetensorError) as error:
         raise refuse(f"cannot be opened: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
         raise refuse(f"lacks {len(missing)} weights of a {classes[kind]}, {missing[0]} among them")
