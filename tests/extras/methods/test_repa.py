@@ -178,6 +178,7 @@ def test_two_ranks_train_as_one(
         assert two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_and_latents_encoded_online(encoder: Path, tmp_path: Path, train: Train) -> None:
     latents = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--autoencoder.online", "--training.steps=2"]
     latents += ["--model.patch_size=1", "--dataset.horizontal_flip=false"]

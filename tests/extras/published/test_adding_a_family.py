@@ -57,7 +57,7 @@ def my_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchditan.registry.installed_plug_ins", installed_plug_ins.__wrapped__)  # without its cache
 
 
-@pytest.mark.parametrize("name", [BY_CLASS, BY_NAME])
+@pytest.mark.parametrize("name", [BY_CLASS, pytest.param(BY_NAME, marks=pytest.mark.slow)])
 def test_it_trains_resumes_exports_and_is_planned(name: str, zoo: Zoo, run_script: RunScript, tmp_path: Path) -> None:
     import diffusers
 
