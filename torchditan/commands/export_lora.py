@@ -25,8 +25,9 @@ def main() -> None:
         "out", type=Path, metavar="OUT", help="OUT.safetensors to write, or with --merge the new folder"
     )
     help_format = "whose layer names; the last line says which programs read the file (default: diffusers)"
-    parser.add_argument("--format", choices=FORMATS, default="diffusers", help=help_format)
-    parser.add_argument("--merge", action="store_true", help="write the base model with the LoRA folded in")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--format", choices=FORMATS, default="diffusers", help=help_format)
+    kind.add_argument("--merge", action="store_true", help="write the base model with the LoRA folded in")
     add_weights_choice(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")

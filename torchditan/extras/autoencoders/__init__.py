@@ -60,9 +60,9 @@ def open_autoencoder(
     if entry is not None:  # before any download
         _check_downsampling(config, entry.downsampling)
         check_image_channels(config, 3, image_channels)
-    opener, given = resolve(AUTOENCODERS, "autoencoder.name", config.name)
-    options_of_call = {"device": device, "image_channels": image_channels, **given}
-    autoencoder: Autoencoder = build(opener, "autoencoder.name", config.name, config, **options_of_call)
+    opener, of_name = resolve(AUTOENCODERS, "autoencoder.name", config.name)
+    given = {"device": device, "image_channels": image_channels}
+    autoencoder: Autoencoder = build(opener, "autoencoder.name", config.name, config, given=given, **of_name)
     autoencoder.name = config.name
     autoencoder.path = config.path or (None if entry is None else entry.hub_name)
     check_image_channels(config, autoencoder.image_channels, image_channels)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,20 @@ class FoldedAutoencoder(DiffusersAutoencoder):
         return super()._decode(F.pixel_shuffle(latents, 2))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, *, classes: Sequence[str] = CLASSES) -> dict[str, Any]:
+    """The config.json of an autoencoder of one of these classes of diffusers.
+
+    Raises:
+        ConfigError: it is not JSON, or of another class.
+    """
     try:
         config = json.loads((folder / FILES[0]).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _refuse(folder, f"{FILES[0]} is not JSON ({first_line(error)})") from error
+        raise refuse(folder, f"{FILES[0]} is not JSON ({first_line(error)})") from error
     class_name = config.get("_class_name") if isinstance(config, dict) else None
-    if class_name not in CLASSES:
-        described = f"describes {class_name or 'a model that is not from diffusers'}; must be {' or '.join(CLASSES)}"
-        raise _refuse(folder, f"{FILES[0]} {described}")
+    if class_name not in classes:
+        described = f"describes {class_name or 'a model that is not from diffusers'}; must be {' or '.join(classes)}"
+        raise refuse(folder, f"{FILES[0]} {described}")
     return config
 
 
@@ -114,7 +120,7 @@ def _check_layers(config: dict[str, Any], *, num_tensors: int, folder: Path) -> 
         counts = value if isinstance(value, list) else [value]
         if "layers" in key and any(isinstance(count, int) and count > num_tensors for count in counts):
             has = f"has {key} = {shorten(json.dumps(value), most=60)}, and {FILES[1]} has {num_tensors} tensors"
-            raise _refuse(folder, f"{FILES[0]} {has}")
+            raise refuse(folder, f"{FILES[0]} {has}")
 
 
 def _normalization_of(config: dict[str, Any], published: Published | None) -> tuple[Tensor, Tensor] | None:
@@ -143,7 +149,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         stored = load_file(folder / FILES[1])
     except (SafetensorError, OSError, ValueError) as error:
-        raise _refuse(folder, f"{FILES[1]} is not a complete safetensors file ({first_line(error)})") from error
+        raise refuse(folder, f"{FILES[1]} is not a complete safetensors file ({first_line(error)})") from error
     return dict(sorted((_name_of_today(name), tensor) for name, tensor in stored.items()))
 
 
@@ -159,7 +165,7 @@ def _check_weights(weights: dict[str, Tensor], model: Any, *, folder: Path) -> N
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         many = f"{len(differing)} tensors are missing, unknown or of other shape, {differing[0]} first"
-        raise _refuse(folder, f"{FILES[1]} does not match {FILES[0]}: {many}")
+        raise refuse(folder, f"{FILES[1]} does not match {FILES[0]}: {many}")
 
 
 def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dtype:
@@ -167,7 +173,8 @@ def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dt
     return torch.bfloat16 if stored == {torch.bfloat16} and not force_upcast else torch.float32
 
 
-def _refuse(folder: Path, right: str) -> ConfigError:
+def refuse(folder: Path, right: str) -> ConfigError:
+    """The error of a folder that is no such autoencoder."""
     return option_error("autoencoder.path", str(folder), right)
 
 
@@ -180,7 +187,7 @@ def open_published(
         ConfigError: it is of another class, or weights and config do not match.
     """
     folder = find_published(config)
-    described = _read_config(folder)
+    described = read_config(folder)
     weights = _read_weights(folder)
     _check_layers(described, num_tensors=len(weights), folder=folder)
     diffusers = import_optional("diffusers", extra="diffusers")
@@ -191,7 +198,7 @@ def open_published(
         normalization = _normalization_of(described, PUBLISHED.get(config.name or ""))
     except Exception as error:  # a wrong value fails anywhere in diffusers
         reader = f"{kind.__name__} of diffusers {diffusers.__version__}"
-        raise _refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
+        raise refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
     _check_weights(weights, model, folder=folder)
     dtype = _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
     dtype = dtype if config.dtype is None else getattr(torch, config.dtype)

@@ -15,7 +15,6 @@ Notable:
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,11 @@ from torchditan.config.optional_libraries import import_optional
 from torchditan.errors import ConfigError, first_line, option_error
 from torchditan.extras.autoencoders.autoencoder import Autoencoder, check_image_channels
 from torchditan.extras.autoencoders.hub import find_weights, place_of
+from torchditan.extras.autoencoders.published import FILES, read_config, refuse
 from torchditan.models.dit import sincos_position_table
 from torchditan.models.frozen import hash_of_weights
 from torchditan.run.hub import fetch
 
-FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 ENCODER_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json")
 _CLASS = "AutoencoderRAE"
 _ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -199,7 +198,7 @@ def open_rae(
     check_image_channels(config, 3, image_channels)  # before any download
     place = place_of(config, "a folder that diffusers saved, or a hub name: nyu-visionx/RAE-dinov2-wReg-base-ViTXL-n08")
     folder = find_weights(place, files=FILES)
-    described, weights = _read_config(folder), _read_weights(folder / FILES[1])
+    described, weights = read_config(folder, classes=[_CLASS]), _read_weights(folder / FILES[1])
     of_encoder = {name: weights.pop(name) for name in [*weights] if name.startswith("encoder.")}
     dtype = torch.bfloat16 if {weight.dtype for weight in weights.values()} == {torch.bfloat16} else torch.float32
     dtype = dtype if config.dtype is None else getattr(torch, config.dtype)
@@ -210,7 +209,7 @@ def open_rae(
     except ConfigError:
         raise
     except Exception as error:  # a wrong value fails anywhere
-        raise _refuse(folder, f"{FILES[0]} does not describe an {_CLASS} ({first_line(error)})") from error
+        raise refuse(folder, f"{FILES[0]} does not describe an {_CLASS} ({first_line(error)})") from error
     if encoder is not None:
         vision, of_encoder = _open_encoder(encoder, config, decoder, size=described["encoder_input_size"], dtype=dtype)
     mean, std, latents_mean, latents_std = (statistics[name].to(device) for name in _STATISTICS)
@@ -227,17 +226,6 @@ def open_rae(
     ones = torch.ones(decoder.channels)
     autoencoder.set_normalization(shift=0 * ones, scale=described.get("scaling_factor", 1.0) * ones)
     return autoencoder
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        described = json.loads((folder / FILES[0]).read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refuse(folder, f"{FILES[0]} is not JSON ({first_line(error)})") from error
-    class_name = described.get("_class_name") if isinstance(described, dict) else None
-    if class_name != _CLASS:
-        raise _refuse(folder, f"{FILES[0]} describes {class_name or 'another model'}; must be {_CLASS}")
-    return described
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
@@ -343,14 +331,10 @@ def _transformers() -> Any:
 def _check_layers(depth: int, weights: Mapping[str, Tensor], *, folder: Path) -> None:
     """Refuse more layers than the file has tensors, which would be built for hours."""
     if depth > len(weights):
-        raise _refuse(folder, f"{FILES[0]} has {depth} layers, and {FILES[1]} only {len(weights)} tensors for them")
+        raise refuse(folder, f"{FILES[0]} has {depth} layers, and {FILES[1]} only {len(weights)} tensors for them")
 
 
 def _check_names(differing: set[str], *, folder: Path) -> None:
     if differing:
         many = f"{len(differing)} tensors are missing, unknown or of other shape, {min(differing)} first"
-        raise _refuse(folder, f"{FILES[1]} does not match {FILES[0]}: {many}")
-
-
-def _refuse(folder: Path, right: str) -> ConfigError:
-    return option_error("autoencoder.path", str(folder), right)
+        raise refuse(folder, f"{FILES[1]} does not match {FILES[0]}: {many}")

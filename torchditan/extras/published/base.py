@@ -150,7 +150,7 @@ class PublishedModel(nn.Module):
 
     @classmethod
     def shift(cls, flavor: Flavor, *, num_tokens: int) -> float:
-        """Shift of the timesteps for this number of tokens; that of its pipeline if there is no `sampling_shift`."""
+        """Shift of the training timesteps for this number of tokens, and of sampling without a `sampling_shift`."""
         assert flavor.shift is not None
         return flavor.shift
 
