@@ -56,15 +56,17 @@ class Latents(ImageDataset):
         return len(self.shards)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        raw = self.shards.read(np.array([index]), np.zeros(1, dtype=bool))
+        raw = self.shards.read(np.array([index]), np.zeros(1, dtype=bool), with_image=self.with_image)
         item: dict[str, Any] = {"sample": to_sample(raw, shift=self._shift, scale=self._scale)[0]}
+        if self.with_image:
+            item["image"] = raw["image"][0]
         if self.class_labels is not None:
             item["class_label"] = int(self.class_labels[index])
         return item
 
     def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
         """The input of `to_sample` (see `LatentShards.read`) and `class_label` (B,) int64."""
-        batch = self.shards.read(indices, flips, with_logvar=self.with_logvar)
+        batch = self.shards.read(indices, flips, with_logvar=self.with_logvar, with_image=self.with_image)
         if self.class_labels is not None:
             batch["class_label"] = torch.from_numpy(self.class_labels[indices].astype(np.int64))
         return batch

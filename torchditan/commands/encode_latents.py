@@ -38,6 +38,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     parser.add_argument("--no_flip", action="store_true", help="do not store latents of the mirrored training images")
     parser.add_argument("--posterior", action="store_true", help="also store the log-variance")
+    parser.add_argument("--images", action="store_true", help="also store the images, for targets such as REPA's")
     parser.add_argument("--batch_size", type=count, default=64, help="images in one forward pass (default: 64)")
     parser.add_argument("--shard_size", type=count, default=4096, help="images per shard (default: 4096)")
     parser.add_argument(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from torchditan.config.options import Config, cache_folder
 from torchditan.data_stream.datasets import ImageDataset, read_image
-from torchditan.data_stream.latent_index import LatentIndex
+from torchditan.data_stream.latent_index import Encoding, LatentIndex
 from torchditan.data_stream.latent_shards import LatentShards
 from torchditan.datasets import build_dataset, build_stored_latents
 from torchditan.datasets.options import Split
@@ -57,6 +58,7 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             posterior=arguments.posterior,
             shard_size=arguments.shard_size,
             shard_format=arguments.format,
+            images=arguments.images,
             is_encoded=is_encoded,
         )
         if arguments.preview is not None:
@@ -79,6 +81,8 @@ def _refuse_options(arguments: argparse.Namespace, config: Config) -> None:
     for name in ("online", "sample_posterior"):
         if getattr(config.autoencoder, name):
             raise option_error(f"autoencoder.{name}", True, "applies to training only; leave it out here")
+    if arguments.latents is not None and arguments.images:
+        raise option_error("--images", True, "--latents reads shards without images; leave it out")
     if arguments.latents is not None and arguments.posterior:
         raise option_error("--posterior", True, "--latents reads means without a variance; leave it out")
     if arguments.latents is not None and config.dataset.horizontal_flip:
@@ -102,6 +106,8 @@ def encode_split(
     missing = min(len(writer.missing()) * writer.encoding.shard_size, writer.encoding.num_source_images)
     if missing and rank.rank == 0 and not skips_corrupt:
         refuse_unreadable(dataset, cache_folder=cache_folder(config))
+    if missing and rank.rank == 0 and writer.encoding.images:
+        print(f"{writer.folder}: {describe_images(writer.encoding)}", flush=True)
     encoded, start = 0, time.perf_counter()  # by this rank, in this run
 
     def count(num_images: int) -> None:
@@ -134,9 +140,20 @@ def encode_split(
         print(f"{writer.folder}: this rank is done; the last rank writes the index")
 
 
+def describe_images(encoding: Encoding) -> str:
+    """The size of the stored images of a whole split, next to that of its latents."""
+    values = math.prod(encoding.latent_shape) * (2 if encoding.flipped else 1)
+    latent = values * ((1 if encoding.dtype == "int8" else 2) + 2 * encoding.posterior)
+    of_images, of_latents = (
+        f"{encoding.num_source_images * size / 1e6:,.1f} MB" for size in (math.prod(encoding.image_shape), latent)
+    )
+    shape = " x ".join(map(str, encoding.image_shape))
+    return f"the images, {encoding.num_source_images:,} of {shape}, take {of_images}, and the latents {of_latents}"
+
+
 def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -> str:
     shape = " x ".join(map(str, index.latent_shape))
-    pairs = ", with mirrored ones" if index.flipped else ""
+    pairs = f"{', with mirrored ones' * index.flipped}{', with images' * index.images}"
     skipped = f", {index.num_skipped} unreadable images skipped (listed in index.json)" if index.num_skipped else ""
     size = sum(shard.bytes for shard in index.shards) / 1e6
     speed = f"; {encoded:,} images in {seconds:.1f} s, {encoded / seconds:,.1f} images/s" if encoded else ""

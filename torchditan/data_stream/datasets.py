@@ -38,6 +38,11 @@ class CorruptImageError(ConfigError):
         self.named = str(self) if named is None else printable(named)
 
 
+def images_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """(..., C, H, W) in [-1, 1] of a sample or a batch: its `image`, uint8, stored with a latent, or its `sample`."""
+    return batch["image"].float() / 127.5 - 1 if "image" in batch else batch["sample"]
+
+
 class DatasetDescription(abc.ABC):
     """Attributes of a dataset. The first four have no default."""
 
@@ -62,6 +67,8 @@ class DatasetDescription(abc.ABC):
     # which the stream never imports.
     index: Any = None
     """`torchditan.data_stream.latent_index.LatentIndex`, if the samples are stored latents."""
+    with_image: bool = False
+    """Whether stored latents come with their `image`, uint8, which a frozen network reads."""
     null_tensors: dict[str, torch.Tensor] | None = None
     """Embeddings of the empty caption, if items contain caption embeddings: one sample of each, under the same name."""
     text_blocks: int | None = None

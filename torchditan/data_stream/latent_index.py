@@ -84,6 +84,13 @@ class Encoding:
     published_shift: tuple[float, ...] | None
     """(C,) of the autoencoder's published normalisation, if it has one."""
     published_scale: tuple[float, ...] | None
+    images: bool = False
+    """Whether the images are stored too. The JSON has it only if they are."""
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W)."""
+        return (self.image_channels, *self.image_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +183,8 @@ def fingerprint_of(index: LatentIndex) -> str:
 def index_to_json(index: Encoding) -> dict[str, Any]:
     """`index.json`, or `encoding.json` of an `Encoding`, as nested plain values."""
     values = asdict(index)
+    if not index.images:
+        del values["images"]  # what older versions wrote keeps its fingerprint
     for table, keys in _TABLES.items():
         if found := {key: values.pop(name) for name, key in keys.items() if name in values}:
             values[table] = found
@@ -192,7 +201,7 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
 def _from_json(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass whose fields are converted to their types."""
     hints = get_type_hints(kind)
-    return kind(**{name: _convert(hint, values[name]) for name, hint in hints.items()})
+    return kind(**{name: _convert(hint, values[name]) for name, hint in hints.items() if name in values})
 
 
 def _convert(hint: Any, value: Any) -> Any:

@@ -5,8 +5,9 @@ Notable:
 - a folder contains `index.json` (see latent_index.py), `labels.npy` and the shards. extras/latents/encoding.py
   writes them, and the index last, so a folder with an index is complete;
 - a shard contains `latents` (n, C, h, w), the posterior mean BEFORE normalisation, as bf16, or as int8 with a factor
-  `scale` (C,). Optional tensors are `latents_flipped` of the mirrored images, `logvar` and `logvar_flipped`. `labels`
-  and `index` give the label and the number of each source image;
+  `scale` (C,). Optional tensors are `latents_flipped` of the mirrored images, `logvar`, `logvar_flipped` and `images`
+  (n, C, H, W) uint8, which are mirrored when they are read. `labels` and `index` give the label and the number of each
+  source image;
 - opening checks the size of every shard and reads no content. Nothing is kept per sample: labels and latents stay in
   the page cache, which all processes share;
 - with `--format webdataset` a shard is a tar: `000000012.safetensors` has the tensors of one image, `000000012.cls` its
@@ -48,7 +49,7 @@ PUBLIC_SCALE = 16 / 255
 """Scale of the int8 latents in the public file, the same for all channels."""
 
 _STORED_DTYPES = {"bf16": ("BF16", torch.bfloat16), "int8": ("I8", torch.int8)}
-_SAFETENSORS_DTYPES = {"BF16": "<u2", "F32": "<f4", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+_SAFETENSORS_DTYPES = {"BF16": "<u2", "F32": "<f4", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U8": "u1"}
 _UNPARSABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _LOGVAR_RANGE = (-30.0, 20.0)
 _PUBLIC_SAMPLES = 4096
@@ -225,17 +226,20 @@ class LatentShards:
     def __len__(self) -> int:
         return self.index.num_images
 
-    def read(self, indices: np.ndarray, flips: np.ndarray, *, with_logvar: bool = False) -> dict[str, Tensor]:
+    def read(
+        self, indices: np.ndarray, flips: np.ndarray, *, with_logvar: bool = False, with_image: bool = False
+    ) -> dict[str, Tensor]:
         """Read latents in their stored format, for `to_sample`.
 
         Args:
             indices: (B,) in [0, len).
             flips: (B,) bool, whether to read the mirrored image; all False if none are stored.
             with_logvar: also read the log-variance.
+            with_image: also read the image.
 
         Returns:
             `latent` (B, C, h, w) bfloat16 or int8; with int8 also `latent_scale` (B, C) float32; `logvar` (B, C, h, w)
-            bfloat16.
+            bfloat16; `image` (B, C, H, W) uint8.
 
         Raises:
             ConfigError: a shard does not match the index.
@@ -250,10 +254,21 @@ class LatentShards:
             batch["latent_scale"] = torch.from_numpy(self._scales[shards])  # (B, C)
         if with_logvar:
             batch["logvar"] = self._gather("logvar", places, torch.bfloat16)
+        if with_image:
+            as_encoded = [(shard, row, False) for shard, row, _ in places]
+            batch["image"] = self._gather("images", as_encoded, torch.uint8, self.index.image_shape)
+            mirrored = torch.from_numpy(flips)
+            batch["image"][mirrored] = batch["image"][mirrored].flip(-1)
         return batch
 
-    def _gather(self, name: str, places: list[tuple[int, int, bool]], dtype: torch.dtype) -> Tensor:
-        gathered = torch.empty(len(places), *self.index.latent_shape, dtype=dtype)
+    def _gather(
+        self,
+        name: str,
+        places: list[tuple[int, int, bool]],
+        dtype: torch.dtype,
+        shape: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        gathered = torch.empty(len(places), *(shape or self.index.latent_shape), dtype=dtype)
         target = gathered.view(torch.uint8).numpy().reshape(len(places), -1)  # (B, bytes per row)
         sources = {
             (shard, flip): self._file(shard).rows(f"{name}_flipped" if flip else name)
@@ -402,6 +417,8 @@ def _check_tensors(file: MappedFile, index: LatentIndex, *, num_images: int) -> 
         expected["logvar"] = ("BF16", shape)
     if index.posterior and index.flipped:
         expected["logvar_flipped"] = ("BF16", shape)
+    if index.images:
+        expected["images"] = ("U8", (num_images, *index.image_shape))
     for name, described in expected.items():
         place = file.places.get(name)
         if place is None or (place.dtype, place.shape) != described:

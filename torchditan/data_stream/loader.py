@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torchditan.data_stream.datasets import Batch, BatchedDataset, ImageDataset
+from torchditan.data_stream.datasets import Batch, BatchedDataset, ImageDataset, images_of
 from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
 from torchditan.errors import ConfigError, option_error
@@ -74,7 +74,9 @@ class CollateAndDraw:
         if isinstance(batch, ConfigError):
             return batch
         try:
-            batch |= {name: look_up(batch["sample"]) for name, look_up in self.targets.items()}
+            if self.targets:
+                images = images_of(batch)
+                batch |= {name: look_up(images) for name, look_up in self.targets.items()}
         except ConfigError as error:
             return error
         shape = self.sample_shape or batch["sample"].shape[1:]

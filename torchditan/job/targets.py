@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchditan.config.options import Config, cache_folder
-from torchditan.data_stream.datasets import Batch, ImageDataset
+from torchditan.data_stream.datasets import Batch, ImageDataset, images_of
 from torchditan.diffusion.objectives import Objective
 from torchditan.distributed.precision import precision_for
 from torchditan.distributed.process_group import Rank
@@ -29,8 +29,10 @@ class OpenTargets:
     """Network, as the user named it -> hash of its weights."""
 
     def compute(self, batch: Batch) -> Batch:
-        """The targets of a batch on the device, whose `sample` has the images."""
-        return {name: network(batch["sample"]) for name, network in self.online.items()}
+        """The targets of a batch on the device, which loses the `image` of its latents."""
+        found = {name: network(images_of(batch)) for name, network in self.online.items()}
+        batch.pop("image", None)
+        return found
 
 
 def open_targets(config: Config, objective: Objective, dataset: ImageDataset, *, rank: Rank) -> OpenTargets:
@@ -46,10 +48,12 @@ def open_targets(config: Config, objective: Objective, dataset: ImageDataset, *,
     opened = OpenTargets()
     for name, target in objective.targets.items():
         is_encoded = config.autoencoder.is_given and not config.autoencoder.online
-        if dataset.index is not None or is_encoded or dataset.sample_shape[0] not in (1, 3):
+        if dataset.index is not None and dataset.index.images:
+            dataset.with_image = True
+        elif dataset.index is not None or is_encoded or dataset.sample_shape[0] not in (1, 3):
             right = (
-                f"{target.network} reads images, and {dataset.name} holds latents; train on pixels, or encode at each "
-                "step with --autoencoder.online; encoder=latents aligns with the latents themselves"
+                f"{target.network} reads images, and {dataset.name} holds latents without them; encode with --images, "
+                "or at each step with --autoencoder.online; encoder=latents aligns with the latents themselves"
             )
             raise option_error("diffusion.ingredients", config.diffusion.ingredients, right)
         target.tensor  # noqa: B018  refuses what gives no features before weights are read

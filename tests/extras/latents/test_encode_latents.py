@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torchditan.config.loader import read_toml
-from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, images_of
 from torchditan.data_stream.latent_index import LatentIndex, read_index
 from torchditan.data_stream.latent_shards import LatentShards, to_sample
 from torchditan.datasets.folder import ImageFolder
@@ -132,6 +132,22 @@ def run(
 def hashes(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_stored_images_are_those_of_the_latents_mirrored_or_not(tmp_path: Path) -> None:
+    assert run(tmp_path / "plain") is not None
+    for shard_format in ("safetensors", "webdataset"):
+        folder = tmp_path / shard_format
+        assert run(folder, images=True, shard_format=shard_format) is not None
+        shards, flips = LatentShards.open(folder), np.arange(11) % 2 == 0
+        batch = shards.read(np.arange(11), flips, with_image=True)
+        mean, _ = Corners().moments(images_of(batch))
+        assert torch.allclose(batch["latent"].float(), mean, atol=0.01)
+        assert batch["image"].shape == (11, 3, 4, 6)
+        assert "image" not in shards.read(np.arange(11), flips) and verify(folder) == []
+    with pytest.raises(ConfigError, match="images is False there and True here"):
+        begin(tmp_path / "plain", images=True)
+    assert "images" not in json.loads((tmp_path / "plain/index.json").read_bytes())
 
 
 def images(dataset: Noise, numbers: list[int]) -> Tensor:

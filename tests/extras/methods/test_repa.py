@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from refusals import assert_refused, refused
 from tiny_runs import KEEP, assert_same_state, job
 from torch import Tensor
@@ -19,6 +21,7 @@ import torchditan
 from torchditan.checkpoint.loading import read_state
 from torchditan.config.loader import load_config
 from torchditan.config.options import Diffusion, Model
+from torchditan.data_stream.latent_index import read_index
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import build_objective
 from torchditan.extras.methods.image_features import EFFICIENTNET, ImageFeatures
@@ -165,6 +168,32 @@ def test_cached_features_are_those_computed_online(encoder: Path, tmp_path: Path
     assert "2,996 images" in out and "encoding features" not in out
 
 
+def test_stored_images_give_the_targets_of_latents_encoded_online(
+    encoder: Path, tmp_path: Path, train: Train, run_script: RunScript
+) -> None:
+    """Also of mirrored images; the latents are stored in bfloat16."""
+    draws = np.random.default_rng(0)
+    (tmp_path / "photos/train").mkdir(parents=True)
+    for number in range(12):
+        pixels = draws.integers(256, size=(8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"photos/train/{number}.png")
+    haar = ["--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    photos = ["--dataset.dataset_name=folder", f"--dataset.root_dir={tmp_path / 'photos'}", "--dataset.image_size=8"]
+    photos += ["--dataset.horizontal_flip", *haar]
+    outcome = run_script("torchditan", "encode", "latents", "--split=train", "--images", *photos)
+    assert outcome.code == 0 and "11 of 3 x 8 x 8" in outcome.out
+    index = read_index(tmp_path / "latents/train")
+    scale = [f"--autoencoder.{name}={list(getattr(index, name))}" for name in ("shift", "scale")]
+    flags = ["--model.patch_size=1", "--training.steps=2"]
+    stored = ["--dataset.dataset_name=latents", "--dataset.root_dir=latents", *flags]
+    train("online", aligned(encoder), *photos, "--autoencoder.online", *scale, *flags)
+    train("stored", aligned(encoder), *stored)
+    train("cached", aligned(encoder, "block=2 cache=true"), *stored, f"--cache.folder={tmp_path / 'cache'}")
+    for online, *others in zip(*(curve(tmp_path / name) for name in ("online", "stored", "cached")), strict=True):
+        for found in others:
+            assert found == pytest.approx(online, rel=2e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("options", ["block=2", "block=2 cache=true"])
 def test_two_ranks_train_as_one(
     options: str, encoder: Path, tmp_path: Path, train: Train, run_distributed: RunDistributed
@@ -176,6 +205,21 @@ def test_two_ranks_train_as_one(
     assert finished.returncode == 0, finished.stderr
     for one, two in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
         assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 4), (2, 2)])
+def test_four_ranks_train_as_one(
+    replicas: int, shards: int, encoder: Path, tmp_path: Path, train: Train, run_distributed: RunDistributed
+) -> None:
+    flags = [aligned(encoder), "--training.steps=3"]
+    train("one", *flags)
+    mesh = [f"--training.data_parallel_replicate_degree={replicas}"]
+    mesh += [f"--training.data_parallel_shard_degree={shards}"]
+    finished = run_distributed(["train.py", *job(tmp_path / "four", *flags, *mesh)], 4, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    for one, four in zip(curve(tmp_path / "one"), curve(tmp_path / "four"), strict=True):
+        assert four == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -198,7 +242,7 @@ def test_stored_latents_align_with_themselves_only(
     train("itself", aligned("latents"), *flags)
     assert -1 < curve(tmp_path / "itself")[0][1] < 1
     outcome = run_script("train.py", *job(tmp_path / "run", aligned(encoder), *flags))
-    assert_refused(outcome.err, "diffusion.ingredients = ", ["latents", "autoencoder.online", "encoder=latents"])
+    assert_refused(outcome.err, "diffusion.ingredients = ", ["--images", "autoencoder.online", "encoder=latents"])
 
 
 def test_flops_and_plan_count_projector_and_encoder(encoder: Path) -> None:

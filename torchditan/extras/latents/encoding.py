@@ -44,6 +44,7 @@ def describe_encoding(
     posterior: bool,
     shard_size: int,
     shard_format: str = "safetensors",
+    images: bool = False,
     is_encoded: bool = False,
 ) -> Encoding:
     """Describe the latents of a dataset before encoding it.
@@ -94,6 +95,7 @@ def describe_encoding(
         class_names=tuple(dataset.class_names),
         published_shift=None if shift is None else tuple(shift.tolist()),
         published_scale=None if scale is None else tuple(scale.tolist()),
+        images=images,
     )
 
 
@@ -271,8 +273,12 @@ def _encode_shard(
     kinds = ["latents", "logvar"] if encoding.posterior else ["latents"]
     parts: dict[str, list[Tensor]] = {f"{kind}{view}": [empty] for kind in kinds for view in views}
     parts |= {"labels": [], "index": []}
+    if encoding.images:
+        parts["images"] = [torch.empty(0, *encoding.image_shape, dtype=torch.uint8)]
     skipped: list[tuple[int, str]] = []
     for batch in batches:
+        if encoding.images:
+            parts["images"].append(((batch.images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
         parts["labels"].append(batch.labels)
         parts["index"].append(batch.numbers)
         skipped += batch.skipped

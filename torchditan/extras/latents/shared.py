@@ -47,6 +47,8 @@ def link_latents(source: Path, new: Path) -> tuple[dict[str, LatentIndex], list[
         write_file(target / INDEX_FILE, to_json(index_to_json(public[split]), indent=2) + b"\n")
         skipped += index.num_skipped
     notes = [f"{skipped} images could not be read when encoding; the index lists their numbers"] if skipped else []
+    if any(index.images for index in public.values()):
+        notes.append("the shards also have the images that were encoded")
     return public, notes
 
 

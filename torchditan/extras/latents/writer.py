@@ -173,7 +173,9 @@ class LatentWriter:
         return self.folder / shard_file(number, self.encoding.shard_format)
 
     def _refuse_other(self, stored: Encoding) -> None:
-        there, here = (flatten_tree(index_to_json(encoding)) for encoding in (stored, self.encoding))
+        there, here = (
+            {"images": False, **flatten_tree(index_to_json(encoding))} for encoding in (stored, self.encoding)
+        )
         differing = [
             f"{key} is {shorten(str(there[key]), most=80)} there and {shorten(str(here[key]), most=80)} here"
             for key in here

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchditan.config.optional_libraries import import_optional
-from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, images_of
 from torchditan.errors import ConfigError, first_line, option_error
 from torchditan.extras.captions.encode import Entries, encode_missing, silence_libraries
 from torchditan.extras.tensor_cache import TensorCache, hash_of
@@ -96,7 +96,7 @@ class ImageFeatures(Target):
             print(f"features of {self.network} for {images}: {mib:,.1f} MiB in {cache.folder}", flush=True)
 
         def encode(images: list[tuple[str, int, bool]]) -> Entries:
-            samples = [dataset[index]["sample"].flip([-1] if is_flipped else []) for _, index, is_flipped in images]
+            samples = [images_of(dataset[index]).flip([-1] if is_flipped else []) for _, index, is_flipped in images]
             features = network(torch.stack(samples).to(rank.device)).to(self.tensor.dtype)
             return {key: {"features": row} for (key, *_), row in zip(images, features, strict=True)}
 
@@ -147,7 +147,7 @@ def _keys(dataset: ImageDataset, *, flips: bool) -> Iterator[tuple[str, tuple[st
     with report_progress("reading images, to cache their features", total=len(dataset), unit="images") as advance:
         for index in range(len(dataset)):
             with suppress(CorruptImageError):  # `dataset.corrupt_images` decides when it is trained on
-                sample = dataset[index]["sample"]
+                sample = images_of(dataset[index])
                 for is_flipped in (False, True)[: 1 + flips]:
                     key = key_of(sample.flip([-1] if is_flipped else []))
                     yield key, (key, index, is_flipped)
