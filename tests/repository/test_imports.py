@@ -17,7 +17,17 @@ CORE = (
     "trainer",
 )
 EXTRAS = (
-    *("tensor_cache", "autoencoders", "latents", "published", "captions", "weights", "evaluation", "sharing"),
+    *(
+        "saved_models",
+        "tensor_cache",
+        "autoencoders",
+        "latents",
+        "published",
+        "captions",
+        "weights",
+        "evaluation",
+        "sharing",
+    ),
     *("methods", "planner", "ablation"),
     "report",
 )

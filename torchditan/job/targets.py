@@ -78,11 +78,17 @@ def open_targets(config: Config, objective: Objective, dataset: ImageDataset, *,
 
 
 def describe_targets(objective: Objective, *, flops_per_image: float) -> list[str]:
-    """A line for each frozen network: its size, and what it adds to a step."""
-    lines = []
-    for target in objective.targets.values():
-        size = f"{target.network}, frozen: {target.num_parameters / 1e6:,.1f}M parameters"
-        gmac, share = target.flops / 2e9, target.flops / flops_per_image
-        cost = f"{gmac:.3g} GMAC an image, {share:.1%} on top of the FLOPs of a step; the MFU does not count them"
-        lines.append(f"{size}, {'its results are cached' if target.is_cached else cost}")
-    return lines
+    """A line for each frozen network of the objective."""
+    return [
+        describe_frozen(t.network, t.num_parameters, None if t.is_cached else t.flops, flops_per_image)
+        for t in objective.targets.values()
+    ]
+
+
+def describe_frozen(name: str | None, num_parameters: int, flops: int | None, flops_per_image: float) -> str:
+    """A line: the size of a frozen network, and what it adds to a step. `flops` are of an image; None if cached."""
+    size = f"{name}, frozen: {num_parameters / 1e6:,.1f}M parameters"
+    if flops is None:
+        return f"{size}, its results are cached"
+    more = f"{flops / flops_per_image:.1%} on top of the FLOPs of a step; the MFU does not count them"
+    return f"{size}, {flops / 2e9:.3g} GMAC an image, {more}"

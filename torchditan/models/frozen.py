@@ -4,9 +4,13 @@
 Notable:
 - a job opens them before it builds the model, and computes their results before the loss. The loss reads them from the
   batch, so it is traced, compiled and counted without the network;
-- they are in no checkpoint, no optimizer and no export. A run records the hash of their weights in its trajectory, next
-  to those of autoencoders (`autoencoder.fingerprint`) and of text encoders (`dataset.fingerprint`), and refuses others;
+- they are in no checkpoint, no optimizer and no export. A run records their identity in config.json and refuses others:
+  of targets under `weights of NETWORK` in its trajectory, of an autoencoder in `autoencoder.fingerprint`, of text
+  encoders inside `dataset.fingerprint`;
+- `hash_of_weights` makes it from open weights (targets, autoencoders of diffusers, RAE). TorchScript (Cosmos) and text
+  encoders, which may be too large to open for it, are known by their files (cosmos.py, tensor_cache.py);
 - on the meta device a network opens without weights, for its sizes: bytes in a plan, FLOPs, the shape of its result.
+  Text encoders are freed before training and in no plan.
 """
 
 from __future__ import annotations
@@ -40,6 +44,18 @@ class FrozenNetwork:
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         return self.compute(images)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def flops(self, images: Tensor) -> int:
+        """Of the forward pass of these images: a multiply-add is 2."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            self(images)
+        return int(counter.get_total_flops())
 
 
 class Target(abc.ABC):
@@ -92,16 +108,12 @@ class Target(abc.ABC):
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.on_meta.module.parameters())
+        return self.on_meta.num_parameters
 
     @functools.cached_property
     def flops(self) -> int:
-        """Of the forward pass of one image: a multiply-add is 2."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        with FlopCounterMode(display=False) as counter:
-            self.on_meta(self.example(1))
-        return int(counter.get_total_flops())
+        """Of the forward pass of one image."""
+        return self.on_meta.flops(self.example(1))
 
     @staticmethod
     def example(batch_size: int) -> Tensor:

@@ -172,6 +172,9 @@ def test_any_vision_model_of_transformers_replaces_the_encoder(tmp_path: Path) -
     for number, encoder in enumerate(encoders):
         encoder.save_pretrained(tmp_path / f"vit{number}")
     opened, other = (open_rae(path, name=f"rae encoder={tmp_path}/vit{number}") for number in range(2))
+    described = AutoencoderConfig(name=f"rae encoder={tmp_path}/vit0", path=str(path))
+    planned = open_autoencoder(described, device=torch.device("meta"))
+    assert planned.moments(torch.empty(2, 3, 16, 16))[0].shape == (2, 64, 4, 4)
     assert len({opened.fingerprint, other.fingerprint, open_rae(path).fingerprint}) == 3
     images = random_images(2, 3, 16, 16)
     weights = load_file(path / WEIGHTS)
@@ -182,7 +185,7 @@ def test_any_vision_model_of_transformers_replaces_the_encoder(tmp_path: Path) -
     vit(hidden_size=128).save_pretrained(tmp_path / "wide")
     with pytest.raises(ConfigError, match="gives 16 of 128 values at 56 px; the decoder reads 16 of 64"):
         open_rae(path, name=f"rae encoder={tmp_path}/wide")
-    with pytest.raises(ConfigError, match=r"autoencoder.name = .*nowhere cannot be opened as a vision model"):
+    with pytest.raises(ConfigError, match=r"autoencoder.name = .*nowhere cannot be opened"):
         open_rae(path, name=f"rae encoder={tmp_path}/nowhere")
 
 

@@ -549,7 +549,7 @@ def test_a_shipped_configuration_is_planned_with_the_model_that_it_trains(name: 
             "model.input_channels = none",
             ["must be given"],
         ),
-        (["--autoencoder.online", "--autoencoder.name=haar"], "h100", "autoencoder.online = true", ["encoder"]),
+        (["--autoencoder.online", "--autoencoder.name=haar"], "h100", "autoencoder.scale = none", ["normalisation"]),
         (["--training.data_parallel_shard_degree=3"], "h100", "training.data_parallel_shard_degree = 3", ["4"]),
         (["--training.global_batch_size=20"], "h100", "training.global_batch_size = 20", ["16"]),
     ],

@@ -46,7 +46,7 @@ def open_autoencoder(
 
     Args:
         config: section `[autoencoder]` with a name; it is not changed.
-        device: where the autoencoder computes.
+        device: where the autoencoder computes. On the meta device it opens without weights, for its sizes.
         image_channels: channels of the images; None uses those of the autoencoder (haar: 3).
 
     Returns:
@@ -89,7 +89,7 @@ def _check_identity(config: options.Autoencoder, autoencoder: Autoencoder) -> No
             f"1/{entry.downsampling}; open it as --autoencoder.name {kind_of(autoencoder.name)}"
         )
         raise option_error(f"autoencoder.{option}", place, right)
-    if config.fingerprint not in (None, autoencoder.fingerprint):
+    if autoencoder.fingerprint and config.fingerprint not in (None, autoencoder.fingerprint):
         right = (
             f"the latents come from {config.fingerprint}, this decoder is {autoencoder.fingerprint}; "
             "give the autoencoder that encoded them"

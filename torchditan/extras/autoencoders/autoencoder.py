@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchditan.config import options
 from torchditan.errors import option_error
@@ -30,7 +30,8 @@ class Autoencoder(abc.ABC):
     path: str | None
     """Folder or hub name that opens it again, in the form of `autoencoder.path`; None if it has no weights."""
     fingerprint: str
-    """Identity of the weights, such as `diffusers-1f0c9a...`; equal if and only if the weights are equal."""
+    """Identity of the weights, such as `diffusers-1f0c9a...`; equal if and only if the weights are equal.
+    "" on the meta device."""
     image_channels: int
     latent_channels: int
     downsampling: int
@@ -60,6 +61,11 @@ class Autoencoder(abc.ABC):
             right = f"must be a multiple of {factor}, the downsampling of {self.name}"
             raise option_error("dataset.image_size", [height, width], right)
         return self.latent_channels, height // factor, width // factor
+
+    @property
+    def networks(self) -> nn.ModuleList:
+        """What it holds in the memory of its device."""
+        return nn.ModuleList(value for value in vars(self).values() if isinstance(value, nn.Module))
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:

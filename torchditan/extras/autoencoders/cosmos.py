@@ -8,6 +8,7 @@ Notable:
 - `encoder.jit` returns (latent, (mean, logvar)). If the tokenizer is not a VAE (NVIDIA's "AE" formulation), the pair
   contains single zeros, and the latent is used as the mean. If it is a VAE, the latent is a random draw, and the mean
   is used;
+- traced constants stay where they are, so what would open on the meta device opens on the CPU;
 - no normalisation is published: it is computed from the encoded images.
 """
 
@@ -97,7 +98,7 @@ def open_cosmos(config: options.Autoencoder, *, device: torch.device, image_chan
     place = place_of(
         config, "a folder with encoder.jit and decoder.jit, or a hub name such as nvidia/Cosmos-0.1-Tokenizer-CI8x8"
     )
-    folder = find_weights(place, files=FILES)
+    folder, device = find_weights(place, files=FILES), torch.device("cpu") if device.type == "meta" else device
     encoder, decoder = (_load(folder / file, device=device) for file in FILES)
     try:
         opened = CosmosAutoencoder(encoder, decoder, fingerprint=_fingerprint(folder), device=device)

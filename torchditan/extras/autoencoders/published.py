@@ -26,7 +26,7 @@ from torchditan.config import options
 from torchditan.config.optional_libraries import import_optional
 from torchditan.errors import ConfigError, first_line, option_error, shorten
 from torchditan.extras.autoencoders.autoencoder import Autoencoder
-from torchditan.extras.autoencoders.catalogue import PUBLISHED, Published
+from torchditan.extras.autoencoders.catalogue import CONFIGS, PUBLISHED, Published
 from torchditan.extras.autoencoders.hub import find_weights, place_of
 from torchditan.models.frozen import hash_of_weights
 
@@ -114,6 +114,19 @@ def read_config(folder: Path, *, classes: Sequence[str] = CLASSES) -> dict[str, 
     return config
 
 
+def find_described(
+    place: str, *, is_meta: bool, classes: Sequence[str], subfolders: Sequence[str] = ("",)
+) -> tuple[Path, dict[str, Any]]:
+    """The folder with the `FILES` of an autoencoder, and its config.json.
+
+    On the meta device, weights need not be there, and what the catalogue knows is not fetched.
+    """
+    if is_meta and place in CONFIGS and not Path(place).exists():
+        return Path(place), CONFIGS[place]
+    folder = find_weights(place, files=FILES[:1] if is_meta else FILES, subfolders=subfolders)
+    return folder, read_config(folder, classes=classes)
+
+
 def _check_layers(config: dict[str, Any], *, num_tensors: int, folder: Path) -> None:
     """Refuse more layers than the file has tensors: diffusers would build them for hours."""
     for key, value in config.items():
@@ -186,10 +199,12 @@ def open_published(
     Raises:
         ConfigError: it is of another class, or weights and config do not match.
     """
-    folder = find_published(config)
-    described = read_config(folder)
-    weights = _read_weights(folder)
-    _check_layers(described, num_tensors=len(weights), folder=folder)
+    is_meta = device.type == "meta"
+    folder, described = find_described(**_place(config), is_meta=is_meta, classes=CLASSES)
+    has_weights = (folder / FILES[1]).is_file()
+    weights = _read_weights(folder) if has_weights else {}
+    if has_weights:
+        _check_layers(described, num_tensors=len(weights), folder=folder)
     diffusers = import_optional("diffusers", extra="diffusers")
     kind = getattr(diffusers, described["_class_name"])
     try:
@@ -199,16 +214,22 @@ def open_published(
     except Exception as error:  # a wrong value fails anywhere in diffusers
         reader = f"{kind.__name__} of diffusers {diffusers.__version__}"
         raise refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
-    _check_weights(weights, model, folder=folder)
+    if has_weights:
+        _check_weights(weights, model, folder=folder)
     dtype = _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
     dtype = dtype if config.dtype is None else getattr(torch, config.dtype)
-    # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
-    used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
-    model.load_state_dict(used, assign=True)
+    if is_meta:
+        model.to(dtype)
+    else:
+        # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
+        used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
+        model.load_state_dict(used, assign=True)
     opened = DiffusersAutoencoder
     if described["_class_name"] == FOLDED_CLASS:
-        opened, normalization = FoldedAutoencoder, _statistics_of(weights, eps=model.config["batch_norm_eps"])
-    autoencoder = opened(model, fingerprint=f"diffusers-{hash_of_weights(weights)}", dtype=dtype, device=device)
+        opened, eps = FoldedAutoencoder, model.config["batch_norm_eps"]
+        normalization = (torch.zeros(1), torch.ones(1)) if is_meta else _statistics_of(weights, eps=eps)
+    fingerprint = "" if is_meta else f"diffusers-{hash_of_weights(weights)}"
+    autoencoder = opened(model, fingerprint=fingerprint, dtype=dtype, device=device)
     if normalization is not None:
         shift, scale = (values.expand(autoencoder.latent_channels).clone() for values in normalization)
         autoencoder.set_normalization(shift=shift, scale=scale)
@@ -217,7 +238,12 @@ def open_published(
 
 def find_published(config: options.Autoencoder) -> Path:
     """The folder with the `FILES` of this autoencoder. From the hub, they are downloaded once."""
+    return find_weights(**_place(config), files=FILES)
+
+
+def _place(config: options.Autoencoder) -> dict[str, Any]:
+    """Folder or hub name, and the subfolders to look in."""
     place = place_of(config, "a folder that diffusers saved, or a hub name such as stabilityai/sdxl-vae")
     entry = PUBLISHED.get(config.name or "")
     first = "" if entry is None else entry.subfolder
-    return find_weights(place, files=FILES, subfolders=list(dict.fromkeys([first, "", "vae"])))
+    return {"place": place, "subfolders": list(dict.fromkeys([first, "", "vae"]))}

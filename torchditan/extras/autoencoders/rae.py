@@ -28,8 +28,9 @@ from torchditan.config import options
 from torchditan.config.optional_libraries import import_optional
 from torchditan.errors import ConfigError, first_line, option_error
 from torchditan.extras.autoencoders.autoencoder import Autoencoder, check_image_channels
-from torchditan.extras.autoencoders.hub import find_weights, place_of
-from torchditan.extras.autoencoders.published import FILES, read_config, refuse
+from torchditan.extras.autoencoders.hub import place_of
+from torchditan.extras.autoencoders.published import FILES, find_described, refuse
+from torchditan.extras.saved_models import open_saved
 from torchditan.models.dit import sincos_position_table
 from torchditan.models.frozen import hash_of_weights
 from torchditan.run.hub import fetch
@@ -197,21 +198,24 @@ def open_rae(
     """
     check_image_channels(config, 3, image_channels)  # before any download
     place = place_of(config, "a folder that diffusers saved, or a hub name: nyu-visionx/RAE-dinov2-wReg-base-ViTXL-n08")
-    folder = find_weights(place, files=FILES)
-    described, weights = read_config(folder, classes=[_CLASS]), _read_weights(folder / FILES[1])
+    is_meta = device.type == "meta"
+    folder, described = find_described(place, is_meta=is_meta, classes=[_CLASS])
+    weights = _read_weights(folder / FILES[1]) if (folder / FILES[1]).is_file() else {}  # a plan does without
     of_encoder = {name: weights.pop(name) for name in [*weights] if name.startswith("encoder.")}
     dtype = torch.bfloat16 if {weight.dtype for weight in weights.values()} == {torch.bfloat16} else torch.float32
     dtype = dtype if config.dtype is None else getattr(torch, config.dtype)
     try:
-        decoder, statistics = _load_decoder(described, weights, dtype=dtype, folder=folder)
+        decoder, statistics = _load_decoder(described, weights, dtype=dtype, folder=folder, is_meta=is_meta)
         if encoder is None:
-            vision = _load_encoder(described, of_encoder, dtype=dtype, folder=folder)
+            vision = _load_encoder(described, of_encoder, dtype=dtype, folder=folder, is_meta=is_meta)
     except ConfigError:
         raise
     except Exception as error:  # a wrong value fails anywhere
         raise refuse(folder, f"{FILES[0]} does not describe an {_CLASS} ({first_line(error)})") from error
     if encoder is not None:
-        vision, of_encoder = _open_encoder(encoder, config, decoder, size=described["encoder_input_size"], dtype=dtype)
+        size = described["encoder_input_size"]
+        vision, of_encoder = _open_encoder(encoder, config, decoder, size=size, dtype=dtype, is_meta=is_meta)
+    hashed = dict(sorted({**weights, **of_encoder}.items()))
     mean, std, latents_mean, latents_std = (statistics[name].to(device) for name in _STATISTICS)
     autoencoder = RepresentationAutoencoder(
         vision.to(device).eval().requires_grad_(False),
@@ -219,7 +223,7 @@ def open_rae(
         encoder_size=described["encoder_input_size"],
         pixels=(mean, std),
         latents=(latents_mean, latents_std),
-        fingerprint=f"rae-{hash_of_weights(dict(sorted({**weights, **of_encoder}.items())))}",
+        fingerprint="" if is_meta else f"rae-{hash_of_weights(hashed)}",
         dtype=dtype,
         device=device,
     )
@@ -234,11 +238,12 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def _load_decoder(
-    described: dict[str, Any], weights: dict[str, Tensor], *, dtype: torch.dtype, folder: Path
+    described: dict[str, Any], weights: dict[str, Tensor], *, dtype: torch.dtype, folder: Path, is_meta: bool
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """The decoder and the statistics, from all tensors that are not the encoder's."""
     size, depth = described["encoder_input_size"], described["decoder_num_hidden_layers"]
-    _check_layers(depth, weights, folder=folder)
+    if not is_meta:
+        _check_layers(depth, weights, folder=folder)
     with torch.device("meta"):
         decoder = Decoder(
             channels=described["encoder_hidden_size"],
@@ -249,6 +254,8 @@ def _load_decoder(
             num_heads=described["decoder_num_attention_heads"],
             mlp_width=described["decoder_intermediate_size"],
         )
+    if is_meta:
+        return decoder.to(dtype), {name: torch.empty(1, device="meta") for name in _STATISTICS}
     shapes = {f"decoder.{name}": tensor.shape for name, tensor in decoder.state_dict().items()}
     found = {"decoder.decoder_pos_embed": position_table(described["decoder_hidden_size"], decoder.grid), **weights}
     statistics = {name: found.pop(name).float() for name in _STATISTICS if name in found}
@@ -264,12 +271,11 @@ def _load_decoder(
 
 
 def _load_encoder(
-    described: dict[str, Any], weights: dict[str, Tensor], *, dtype: torch.dtype, folder: Path
+    described: dict[str, Any], weights: dict[str, Tensor], *, dtype: torch.dtype, folder: Path, is_meta: bool
 ) -> nn.Module:
     """The encoder in the file, under the names of any version of transformers."""
     kind, sizes = _ENCODERS[described["encoder_type"]]
     width, depth = described["encoder_hidden_size"], described["encoder_num_hidden_layers"]
-    _check_layers(depth, weights, folder=folder)
     transformers = _transformers()
     settings = getattr(transformers, f"{kind}Config")(
         hidden_size=width,
@@ -278,8 +284,15 @@ def _load_encoder(
         patch_size=described["encoder_patch_size"],
         **sizes,
     )
+    model_class = getattr(transformers, f"{kind}Model")
+    if is_meta:
+        with torch.device("meta"):
+            encoder = model_class(settings).to(dtype)
+        _remove_affine(encoder)
+        return encoder
+    _check_layers(depth, weights, folder=folder)
     used = {name.removeprefix("encoder."): weight.to(dtype, copy=True) for name, weight in weights.items()}
-    encoder, info = getattr(transformers, f"{kind}Model").from_pretrained(
+    encoder, info = model_class.from_pretrained(
         None, config=settings, state_dict=used, dtype=dtype, output_loading_info=True
     )
     removed = _remove_affine(encoder)
@@ -288,29 +301,27 @@ def _load_encoder(
 
 
 def _open_encoder(
-    place: str, config: options.Autoencoder, decoder: Decoder, *, size: int, dtype: torch.dtype
+    place: str, config: options.Autoencoder, decoder: Decoder, *, size: int, dtype: torch.dtype, is_meta: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A vision model that transformers saved, and its stored weights."""
-    folder = fetch(place, patterns=ENCODER_FILES, what="a vision model", option="autoencoder.name")
-    transformers, count = _transformers(), decoder.grid**2
-    settings = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False, "dtype": dtype}
+    patterns, count = ENCODER_FILES[:1] if is_meta else ENCODER_FILES, decoder.grid**2
+    folder = fetch(place, patterns=patterns, what="a vision model", option="autoencoder.name")
+
+    def refuse_encoder(right: str) -> ConfigError:
+        return option_error("autoencoder.name", config.name, f"{place} {right}")
+
+    model = open_saved(folder, refuse=refuse_encoder, dtype=dtype, is_meta=is_meta)
+    encoder = getattr(model, "vision_model", model).to(dtype)  # of CLIP and its relatives
     try:
-        model, info = transformers.AutoModel.from_pretrained(folder, output_loading_info=True, **settings)
-        encoder = getattr(model, "vision_model", model)  # of CLIP and its relatives
         _remove_affine(encoder)
-        with torch.no_grad():
-            tokens = patch_tokens(encoder.eval(), torch.zeros(1, 3, size, size, dtype=dtype), count=count)
-    except Exception as error:  # whatever transformers raises for a folder or an image that it cannot read
-        right = f"{place} cannot be opened as a vision model ({first_line(error)})"
-        raise option_error("autoencoder.name", config.name, right) from error
-    if info["missing_keys"]:  # transformers would draw them at random
-        right = f"{place} lacks {len(info['missing_keys'])} weights, {min(info['missing_keys'])} among them"
-        raise option_error("autoencoder.name", config.name, right)
+        with torch.no_grad(), torch.device("meta" if is_meta else "cpu"):
+            tokens = patch_tokens(encoder, torch.zeros(1, 3, size, size, dtype=dtype), count=count)
+    except Exception as error:  # a model of something else fails anywhere
+        raise refuse_encoder(f"does not encode an image ({first_line(error)})") from error
     if tokens.shape[1:] != (count, decoder.channels):
         found = " of ".join(map(str, tokens.shape[1:]))
-        right = f"{place} gives {found} values at {size} px; the decoder reads {count} of {decoder.channels}"
-        raise option_error("autoencoder.name", config.name, right)
-    files = sorted(folder.glob(ENCODER_FILES[1]))
+        raise refuse_encoder(f"gives {found} values at {size} px; the decoder reads {count} of {decoder.channels}")
+    files = [] if is_meta else sorted(folder.glob(ENCODER_FILES[1]))
     return encoder, {f"encoder.{name}": weight for file in files for name, weight in _read_weights(file).items()}
 
 

@@ -2,7 +2,7 @@
 """Networks of transformers that a user brings for a metric, by folder or hub name, and the images that they read.
 
 Notable:
-- only safetensors are read, and no code of the folder runs: the class follows from `model_type`;
+- the class follows from `model_type`;
 - a card and the cache of features know the weights by their SHA-256. That of a single file is the one that the hub
   shows; that of several files is the hash of their hashes.
 """
@@ -19,15 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchditan.config.optional_libraries import import_optional
-from torchditan.errors import ConfigError, first_line, option_error
+from torchditan.errors import ConfigError, option_error
+from torchditan.extras.saved_models import open_saved
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.hub import fetch
 
 _WEIGHTS = "model.safetensors"
 _SHARDS = "model-*-of-*.safetensors"
-_FAULTS = (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError)
-"""What transformers raises for a folder that it cannot open."""
 
 
 class SavedNetwork(NamedTuple):
@@ -51,10 +49,6 @@ def open_network(
     Raises:
         ConfigError: it does not exist, is of another kind, or lacks weights.
     """
-    transformers: Any = import_optional("transformers", extra="text")
-    transformers.logging.disable_progress_bar()
-    from safetensors import SafetensorError  # comes with transformers
-
     patterns = ["config.json", _WEIGHTS, _SHARDS, f"{_WEIGHTS}.index.json", *files]
     folder = fetch(place, patterns=patterns, what="weights", option="metrics")
 
@@ -71,14 +65,7 @@ def open_network(
     if not weights:
         raise refuse(f"has no {_WEIGHTS}")
     hashes = [sha256_of(path) for path in weights]
-    opener = getattr(transformers, classes[kind])
-    options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "dtype": torch.float32}
-    try:
-        model, info = opener.from_pretrained(folder, output_loading_info=True, **options)
-    except (*_FAULTS, SafetensorError) as error:
-        raise refuse(f"cannot be opened: {first_line(error)}") from error
-    if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
-        raise refuse(f"lacks {len(missing)} weights of a {classes[kind]}, {missing[0]} among them")
+    model = open_saved(folder, classes[kind], refuse=refuse, dtype=torch.float32)
     sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
     return SavedNetwork(model.to(device).eval().requires_grad_(False), sha256, folder)
 

@@ -65,9 +65,7 @@ class EncodedPixels(SampleSpace):
 
     is_encoding = True
 
-    def __init__(
-        self, config: AutoencoderConfig, *, image_shape: tuple[int, ...], device: torch.device, autoencoder: Autoencoder
-    ) -> None:
+    def __init__(self, config: AutoencoderConfig, *, image_shape: tuple[int, ...], autoencoder: Autoencoder) -> None:
         latent_shape = autoencoder.latent_shape(image_shape[1], image_shape[2])
         if config.sample_posterior and not autoencoder.has_posterior:
             right = f"{autoencoder.name} has no variance; leave it out"
@@ -80,7 +78,7 @@ class EncodedPixels(SampleSpace):
             raise option_error("autoencoder.scale", None, right)
         super().__init__(latent_shape, complete_from_autoencoder(config, autoencoder))
         self.autoencoder = autoencoder
-        self.device = device
+        self.device = device = autoencoder.device
         self.draws_posterior = config.sample_posterior
         self.shift, self.scale = autoencoder.shift.to(device), autoencoder.scale.to(device)
         autoencoder.drop_decoder()
@@ -116,11 +114,20 @@ def build_sample_space(
             raise option_error("autoencoder.online", True, right)
         return DecodedLatents(config, dataset, device=device, needs_decoder=needs_decoder)
     if config.online:
-        if config.name is None:
-            raise option_error("autoencoder.name", None, "must be given to encode pixels (autoencoder.online)")
-        autoencoder = open_autoencoder(config, device=device, image_channels=dataset.sample_shape[0])
-        return EncodedPixels(config, image_shape=dataset.sample_shape, device=device, autoencoder=autoencoder)
+        return open_encoder(config, image_shape=dataset.sample_shape, device=device)
     return pixel_space(config, dataset)
+
+
+def open_encoder(config: AutoencoderConfig, *, image_shape: tuple[int, ...], device: torch.device) -> EncodedPixels:
+    """Open what encodes images of (C, H, W) at each step. On the meta device it opens without weights.
+
+    Raises:
+        ConfigError: see `build_sample_space`.
+    """
+    if config.name is None:
+        raise option_error("autoencoder.name", None, "must be given to encode pixels (autoencoder.online)")
+    autoencoder = open_autoencoder(config, device=device, image_channels=image_shape[0])
+    return EncodedPixels(config, image_shape=image_shape, autoencoder=autoencoder)
 
 
 def decode_latents(

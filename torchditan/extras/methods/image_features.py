@@ -3,7 +3,7 @@
 
 Notable:
 - an encoder is a vision model of transformers, by folder or hub name, or `efficientnet-lite0`, whose weights come in a
-  pip package. Only safetensors are read, and no code of the folder runs;
+  pip package;
 - a model of transformers gets images of the size, mean and standard deviation of its preprocessor_config.json. CLS and
   register tokens, which come before the patches, are dropped;
 - EfficientNet-Lite0 gets 16 pixels per token, so that its map at 1/16 has the model's tokens;
@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, images_of
 from torchditan.errors import ConfigError, first_line, option_error
 from torchditan.extras.captions.encode import Entries, encode_missing, silence_libraries
+from torchditan.extras.saved_models import open_saved
 from torchditan.extras.tensor_cache import TensorCache, hash_of
 from torchditan.models.frozen import FrozenNetwork, LookUp, Target, hash_of_weights
 from torchditan.run.hub import fetch
@@ -191,7 +191,6 @@ def _open_transformers(place: str, *, is_meta: bool) -> Encoder:
     Raises:
         ConfigError: it does not open, lacks weights, or gives no features of patches.
     """
-    transformers: Any = import_optional("transformers", extra="text")
     silence_libraries("transformers")
     patterns = _SETTINGS if is_meta else (*_SETTINGS, *_WEIGHTS)
     folder = fetch(place, patterns=patterns, what="image encoders", option=OPTION)
@@ -199,18 +198,8 @@ def _open_transformers(place: str, *, is_meta: bool) -> Encoder:
         right = f"must be {EFFICIENTNET}, or a folder or hub name of a vision model of transformers (config.json)"
         raise _refuse(place, right)
     size, mean, std = _read_preprocessing(folder, place)
-    with _refusing(place):
-        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if is_meta:
-            with torch.device("meta"):
-                network = transformers.AutoModel.from_config(settings)
-        else:
-            network, info = transformers.AutoModel.from_pretrained(
-                folder, use_safetensors=True, local_files_only=True, output_loading_info=True
-            )
-            if missing := sorted(name for name in info["missing_keys"] if "pooler" not in name):
-                raise _refuse(place, f"lacks {len(missing)} weights of a {type(network).__name__}, {missing[0]} first")
-        network = getattr(network, "vision_model", network)  # of CLIP and SigLIP
+    network = open_saved(folder, refuse=functools.partial(_refuse, place), is_meta=is_meta)
+    network = getattr(network, "vision_model", network)  # of CLIP and SigLIP
     patch_size = getattr(network.config, "patch_size", None)
 
     @functools.lru_cache
@@ -225,8 +214,12 @@ def _open_transformers(place: str, *, is_meta: bool) -> Encoder:
         return _on_grid(network(pixel_values=images).last_hidden_state, size, patch_size, place)
 
     if is_meta:  # a refusal comes before weights are read
-        with _refusing(place), torch.no_grad():
-            encode(network, torch.empty(1, 3, size, size, device="meta"))
+        try:
+            with torch.no_grad():
+                hidden = network(pixel_values=torch.empty(1, 3, size, size, device="meta")).last_hidden_state
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # of a model of something else
+            raise _refuse(place, f"does not encode an image: {first_line(error)}") from error
+        _on_grid(hidden, size, patch_size, place)
     return Encoder(network, prepare, encode, (size, mean, std))
 
 
@@ -255,17 +248,6 @@ def _on_grid(hidden: Tensor, size: int, patch_size: Any, place: str) -> Tensor:
     elif side**2 != num_tokens:
         raise _refuse(place, f"gives {num_tokens} tokens for {size} x {size} pixels, which are not a grid of patches")
     return hidden[:, num_tokens - side**2 :].transpose(1, 2).unflatten(2, (side, side))
-
-
-@contextmanager
-def _refusing(place: str) -> Iterator[None]:
-    """Turns what transformers raises for a folder that it cannot open into one line."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
-        raise _refuse(place, f"cannot be opened as an image encoder: {first_line(error)}") from error
 
 
 def _refuse(place: str, right: str) -> ConfigError:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchditan.config.options import Config, Diffusion, flatten
+from torchditan.config.options import Config, Diffusion, dataset_channels, flatten
 from torchditan.config.rules import validate
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import batch_multiple, build_objective
@@ -32,6 +32,7 @@ from torchditan.distributed.precision import automatic, precision_for
 from torchditan.errors import option_error
 from torchditan.extras.planner.batch_size import allowed_batch_sizes, largest_that_fits
 from torchditan.extras.planner.devices import Device, device_named
+from torchditan.extras.planner.encoder import Encoder, encoder_of
 from torchditan.extras.planner.memory import Instant, Layout, model_parameters, model_state, timeline
 from torchditan.extras.planner.step_bound import StepBound, step_bound
 from torchditan.extras.planner.trace import Checkpointing, FrozenTrace, StepTrace, trace_blocks, trace_frozen
@@ -231,19 +232,17 @@ def _resolve(config: Config, num_devices: int) -> Config:
     from torchditan.job.complete import complete_batches
 
     validate(config)
-    if config.autoencoder.online:
-        right = (
-            "the planner does not count the encoder; for latents set false, model.input_channels and dataset.image_size"
-        )
-        raise option_error("autoencoder.online", True, right)
     if config.model.name in FAMILIES:
         config = _resolve_latents(config)
     name = config.dataset.dataset_name
-    is_latent = config.autoencoder.is_given
-    channels, *size, num_classes = (None, None) if is_latent else SAMPLE_SHAPES.get(name, (None, None))
+    is_stored = config.autoencoder.is_given and not config.autoencoder.online
+    channels, *size, num_classes = (None, None) if is_stored else SAMPLE_SHAPES.get(name, (None, None))
+    config = config.fill_in({"dataset.image_size": size or None})
+    if (encoder := _encoder_of(config)) is not None:
+        channels = encoder.space.sample_shape[0]
     by_dataset = {
+        "dataset.image_size": None,
         "model.input_channels": channels,
-        "dataset.image_size": size or None,
         "dataset.num_classes": num_classes if config.model.text is None else 0,
     }
     config = config.fill_in({**by_dataset, "model.text_blocks": _text_blocks(config)})
@@ -253,6 +252,15 @@ def _resolve(config: Config, num_devices: int) -> Config:
             raise option_error(option, None, f"must be given: the planner does not open the dataset {name}")
     dims = ParallelDims.resolve(config.training, world_size=num_devices)
     return complete_batches(config, dims.data_rank(Rank(rank=0, local_rank=0, world_size=num_devices)))
+
+
+def _encoder_of(config: Config) -> Encoder | None:
+    """What encodes at each step. None if nothing does, or if the size of its images is unknown."""
+    size = config.dataset.image_size
+    if not config.autoencoder.online or size is None:
+        return None
+    channels, *_ = SAMPLE_SHAPES.get(config.dataset.dataset_name, (3,))
+    return encoder_of(config.autoencoder, image_shape=(dataset_channels(config) or channels, size[0], size[-1]))
 
 
 def _text_blocks(config: Config) -> int:
@@ -331,7 +339,10 @@ def _plan(config: Config, device: Device | None, kernels: str, num_devices: int)
 class TracedModel:
     """Data that all plans of one model share: its parameters, FLOPs and traces."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: str, diffusion: Diffusion) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, kernels: str, diffusion: Diffusion, encoder: Encoder | None
+    ) -> None:
+        self.encoder = encoder
         self.dtype = dtype
         self.kernels = kernels
         self.diffusion = diffusion
@@ -346,9 +357,11 @@ class TracedModel:
         frames = [] if config.dataset.num_frames is None else [config.dataset.num_frames]
         sample_shape = (config.model.input_channels or 0, *frames, size[0], size[-1])
         sections = {name: dataclasses.asdict(getattr(config, name)) for name in _MODEL_SECTIONS}
-        dtype = _DTYPES[config.training.mixed_precision_param]
+        if (encoder := _encoder_of(config)) is not None:
+            sample_shape = encoder.space.sample_shape
+        dtype, num_classes = _DTYPES[config.training.mixed_precision_param], config.dataset.num_classes or 0
         # The text of the options serves as the key.
-        return _traced_model(json.dumps(sections), sample_shape, config.dataset.num_classes or 0, dtype, kernels)
+        return _traced_model(json.dumps(sections), sample_shape, num_classes, dtype, kernels, encoder)
 
     @functools.cached_property
     def flops_per_image(self) -> int:
@@ -363,14 +376,27 @@ class TracedModel:
             math.prod(target.tensor.shape) * target.tensor.dtype.itemsize for target in self.objective.targets.values()
         )
         num_normal = sum(kind == "normal" for kind in self.objective.numbers.values())
+        num_normal += self.encoder is not None and self.encoder.space.draws_posterior
         return batch_size * ((1 + num_normal) * 4 * math.prod(self.spec.sample_shape) + condition + 16)
 
     @functools.cached_property
     def frozen(self) -> list[FrozenTrace]:
-        """The frozen networks that compute in each step, in bfloat16, or on a CPU in what suits this one."""
+        """The frozen networks that compute in each step. Those of targets are in bfloat16, or on a CPU in what suits
+        this one. What encodes comes last, when the results of the others are in the batch and the images still too."""
         dtype = torch.bfloat16 if self.kernels != "cpu" else getattr(torch, precision_for(torch.device("cpu")))
-        targets = self.objective.targets.values()
-        return [trace_frozen(target, dtype=dtype, kernels=self.kernels) for target in targets if not target.is_cached]
+        trace, beside = functools.partial(trace_frozen, kernels=self.kernels), 0
+        encoder, traces = self.encoder, []
+        if encoder is not None:
+            latent = 4 * math.prod(self.spec.sample_shape)
+            beside = 4 * math.prod(encoder.image_shape) - latent
+            noise = latent * encoder.space.draws_posterior
+            traces.append(trace(encoder.network, example=encoder.example, beside=beside - noise))
+        for target in self.objective.targets.values():
+            if not target.is_cached:
+                result = math.prod(target.tensor.shape) * target.tensor.dtype.itemsize
+                network = target.open(torch.device("meta"), dtype)
+                traces.append(trace(network, example=target.example, beside=beside - result))
+        return traces
 
     def traces(self, config: Config) -> list[StepTrace]:
         """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""
@@ -405,10 +431,15 @@ class TracedModel:
 
 @functools.lru_cache(maxsize=64)
 def _traced_model(
-    sections: str, sample_shape: tuple[int, ...], num_classes: int, dtype: torch.dtype, kernels: str
+    sections: str,
+    sample_shape: tuple[int, ...],
+    num_classes: int,
+    dtype: torch.dtype,
+    kernels: str,
+    encoder: Encoder | None,
 ) -> TracedModel:
     from torchditan.config.loader import from_dict
 
     config = from_dict(json.loads(sections))
     spec = model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
-    return TracedModel(spec, dtype, kernels, config.diffusion)
+    return TracedModel(spec, dtype, kernels, config.diffusion, encoder)

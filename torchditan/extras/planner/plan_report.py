@@ -9,7 +9,7 @@ from torchditan.config.options import Config
 from torchditan.extras.planner.alternatives import Alternative
 from torchditan.extras.planner.plan import GIB, USABLE_MEMORY, Plan
 from torchditan.extras.planner.step_bound import model_peak
-from torchditan.job.targets import describe_targets
+from torchditan.job.targets import describe_frozen, describe_targets
 from torchditan.registry import FAMILIES
 
 Table = Sequence[Sequence[str]]
@@ -59,9 +59,13 @@ def describe(plan: Plan) -> str:
         + ", ".join(f"{name} {size / GIB:.3f}" for name, size in plan.state.items())
         + f"; activations kept from forward to backward {plan.activations / GIB:.3f}",
     ]
+    costs, encoder = [], plan.model.encoder
+    if encoder is not None:
+        size = encoder.network.num_parameters
+        costs.append(describe_frozen(config.autoencoder.name, size, encoder.flops, plan.model.flops_per_image))
     if plan.model.objective.targets:
-        costs = describe_targets(plan.model.objective, flops_per_image=plan.model.flops_per_image)
-        lines += [f"  {line}" for line in costs]
+        costs += describe_targets(plan.model.objective, flops_per_image=plan.model.flops_per_image)
+    lines += [f"  {line}" for line in costs]
     if config.training.compile:
         lines.append("  blocks are planned as eager; compiled ones need less")
     return "\n".join([*lines, *_bound(plan)])
@@ -171,6 +175,6 @@ def other_global_batch(other: Plan, best: Plan) -> str:
 
 NOTE = (
     "The lower bound assumes the peak and the bandwidth of the datasheet. It leaves out activations, recomputation, "
-    "collectives, launches and waiting for data, so a real step takes longer. Bounds within 5% of the "
+    "frozen networks, collectives, launches and waiting for data, so a real step takes longer. Bounds within 5% of the "
     "lowest count as equal: the first of them recomputes and communicates least."
 )

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchditan.config.options import Diffusion
@@ -37,7 +38,7 @@ from torchditan.distributed.context_parallel import split_tokens
 from torchditan.extras.planner.recorder import StepRecorder, list_tensors
 from torchditan.models.attention import attention_by_products, is_faster_by_products
 from torchditan.models.dit import DiT
-from torchditan.models.frozen import Target
+from torchditan.models.frozen import FrozenNetwork
 from torchditan.models.rms_norm import RMSNorm
 from torchditan.models.spec import ModelSpec
 
@@ -91,29 +92,39 @@ class FrozenTrace:
 
     num_bytes: int
     """Of its weights."""
-    highest: np.ndarray
-    """(2,) highest bytes while it computes, fixed and per image, above a batch with the result."""
+    live: np.ndarray
+    """(n, 2) bytes alive after each operator, fixed and per image, above the plan's batch."""
 
     def peak(self, batch_size: int) -> float:
-        return float(self.highest @ [1, batch_size])
+        return float((self.live @ [1, batch_size]).max())
 
 
-def trace_frozen(target: Target, *, dtype: torch.dtype, kernels: str) -> FrozenTrace:
-    """Trace what a target's network computes for a batch, without gradients.
+def trace_frozen(
+    network: FrozenNetwork, *, example: Callable[[int], torch.Tensor], beside: int, kernels: str
+) -> FrozenTrace:
+    """Trace what a frozen network computes for a batch, without gradients.
 
     Args:
+        example: batch size -> images, on the meta device or on a CPU.
+        beside: bytes of an image that are alive then, minus those that the plan's batch counts.
         kernels: see `trace_blocks`.
     """
-    network = target.open(torch.device("meta"), dtype)
     weights = [*network.module.parameters(), *network.module.buffers()]
-    result = math.prod(target.tensor.shape) * target.tensor.dtype.itemsize
-    peaks = []
+    live = []
     for batch in _BATCHES:
-        images = target.example(batch)
-        with StepRecorder(ignored=[*weights, images]) as recorder, DeviceKernels(kernels, is_own=False):
-            network(images)
-        peaks.append(np.float64(max(recorder.live_after) - batch * result))
-    return FrozenTrace(sum(weight.numel() * weight.element_size() for weight in weights), _affine(*peaks))
+        images = example(batch)
+        recorder = StepRecorder(ignored=[*weights, images])
+        with without_values(images.device), DeviceKernels(kernels, is_own=False):
+            network(images)  # the first call may make constants that stay
+            with recorder:
+                network(images)
+        live.append(np.array(recorder.live_after, dtype=np.float64) + batch * beside)
+    return FrozenTrace(sum(weight.numel() * weight.element_size() for weight in weights), _affine(*live))
+
+
+def without_values(device: torch.device) -> AbstractContextManager[Any]:
+    """Context manager in which nothing is computed, also for a network that only opens on a CPU."""
+    return nullcontext() if device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def trace_blocks(
