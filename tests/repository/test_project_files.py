@@ -41,6 +41,13 @@ def test_every_file_states_the_version_of_the_package() -> None:
     assert version == torchditan.__version__
 
 
+def test_every_file_names_the_same_repository_and_license() -> None:
+    (repository,) = PROJECT["project"]["urls"].values()
+    citation = read(REPOSITORY / "CITATION.cff")
+    assert f"repo_url: {repository} " in (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
+    assert (citation["repository-code"], citation["license"]) == (repository, PROJECT["project"]["license"])
+
+
 def steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in read(workflow)["jobs"].values() for step in job["steps"]]
 
