@@ -10,7 +10,7 @@
 # NGPU: processes on this machine (default: its GPUs, or 1). CONFIG_FILE: a path, or a name in train_configs/.
 # LOG_RANK: local ranks to print, "0,1". MAX_RESTARTS: how often torchrun restarts the ranks after a failure (0).
 # Several machines: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each; under srun, SLURM provides the first two.
-# NNODES=1:2 continues on one of two machines; RDZV_CONF: further settings of the rendezvous. See docs/gpus.md.
+# NNODES=1:2 continues on one of two machines; RDZV_CONF: further settings of the rendezvous. See docs/clusters.md.
 # REQUEUE=0: do not requeue an interrupted SLURM job. OUT_OF_MEMORY_CODE: exit code instead of 3.
 set -euo pipefail
 

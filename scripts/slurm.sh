@@ -3,7 +3,7 @@
 #   sbatch --nodes=4 --gpus-per-node=8 scripts/slurm.sh --job.config_file=imagenet_pixels --training.batch_size=32 \
 #     --dataset.root_dir=/shared/imagenet --job.dump_folder=/shared/outputs --checkpoint.enable_checkpoint
 # Two minutes before its time limit, or when SLURM reclaims the nodes, the job saves, is requeued, and continues later.
-# REPOSITORY: the folder of TorchDiTan, if sbatch is called elsewhere. For other variables see scripts/launch.sh and docs/gpus.md.
+# REPOSITORY: the folder of TorchDiTan, if sbatch is called elsewhere. For other variables see scripts/launch.sh and docs/clusters.md.
 #SBATCH --job-name=torchditan
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

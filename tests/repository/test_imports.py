@@ -50,7 +50,7 @@ print(json.dumps({name: sys.modules[name].__file__ for name in names}))
 """
 OPTIONAL = {
     *("cosmos_tokenizer", "datasets", "diffusers", "huggingface_hub", "peft", "pyarrow", "submitit", "tensorboard"),
-    *("torchao", "torchdata", "transformers", "wandb"),
+    *("torchao", "torchdata", "trackio", "transformers", "wandb"),
 }
 
 

@@ -41,6 +41,14 @@ def test_every_file_states_the_version_of_the_package() -> None:
     assert version == torchditan.__version__
 
 
+def test_every_file_names_the_same_repository_and_license() -> None:
+    (repository,) = PROJECT["project"]["urls"].values()
+    citation = read(REPOSITORY / "CITATION.cff")
+    assert f"repo_url: {repository} " in (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
+    license = PROJECT["project"]["license"].removesuffix(" AND Bitstream-Vera")  # of a font in the wheel
+    assert (citation["repository-code"], citation["license"]) == (repository, license)
+
+
 def steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in read(workflow)["jobs"].values() for step in job["steps"]]
 
@@ -53,7 +61,7 @@ def commands(workflow: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_commands_of_a_workflow_name_what_exists(workflow: Path) -> None:
-    made = {"dist/*.whl", "outputs/quickstart", "quickstart.safetensors"}  # by a step before
+    made = {"dist/*", "dist/*.whl", "outputs/quickstart", "quickstart.safetensors"}  # by a step before
     extras = PROJECT["project"]["optional-dependencies"]
     for words in commands(workflow):
         for word in words[1:]:

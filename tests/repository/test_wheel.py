@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -55,6 +56,15 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
         if file.startswith(folder) and (REPOSITORY / file).is_file()
     }
     assert names == expected
+
+
+def test_the_wheel_is_small_and_its_page_on_pypi_has_only_absolute_links(wheel: Path) -> None:
+    assert wheel.stat().st_size < 10e6
+    with zipfile.ZipFile(wheel) as archive:
+        page = archive.read(f"torchditan-{__version__}.dist-info/METADATA").decode()
+    links = re.findall(r'\]\(([^)\s]+)|(?:src|href)="([^"]+)', page)
+    assert f"/raw/v{__version__}/docs/images/" in page
+    assert [link for link in map("".join, links) if not link.startswith("https://")] == []
 
 
 @pytest.fixture(scope="module")

@@ -333,10 +333,11 @@ def test_legacy_tags_are_the_course_projects_with_their_values(make, run, clock)
     assert values["mfu(%)"] == pytest.approx(100 * values["num_flop_per_token"] * values["wps"] / 100e12)
 
 
-def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"^metrics\.enable_wandb = true: needs .*: pip install \w+$"):
-        check_trackers(Metrics(enable_wandb=True))
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"^metrics\.enable_{package} = true: needs .*: pip install {package}$"):
+        check_trackers(Metrics(**{f"enable_{package}": True}))
 
 
 @pytest.fixture
@@ -381,3 +382,31 @@ def test_wandb_is_offline_without_a_login_and_gets_numbers_and_images(make, run,
     assert numbers["step"] == 1 and numbers["loss"] == 0.5 and "mfu" not in numbers
     assert image == {"samples": (4, 6, 3), "step": 1}
     assert wandb.finished
+
+
+def test_trackio_gets_numbers_and_images_and_a_resume_continues_them(make, run, clock, monkeypatch):
+    class Run(list):
+        def log(self, numbers, *, step):
+            self.append((step, numbers))
+
+    opened = []
+    module = types.ModuleType("trackio")
+    module.Image = lambda pixels: pixels.shape
+    module.init = lambda **options: opened.append((options, Run())) or opened[-1][1]
+    module.finish = lambda: opened[-1][1].append("finished")
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    picture = run.path / "grid.png"
+    Image.new("RGB", (6, 4)).save(picture)
+    for progress in (Progress(), Progress(step=1)):
+        logger = make(Metrics(enable_trackio=True), progress=progress, peak_flops=None)
+        train(logger, clock, 1)
+        logger.log(loss=0.5, grad_norm=1.5, lr=1e-4)
+        logger.log_image("samples", picture, progress.step)
+        logger.close()
+    (first, numbers), (second, further) = opened
+    assert first == second and first["resume"] == "allow"
+    assert first["name"] == f"{run.path.name}-{read_config(run.path)['run_id']}"
+    assert first["config"] == {"training": {"seed": 0}}
+    assert [record[0] for record in numbers[:2] + further[:2]] == [1, 1, 2, 2]
+    assert numbers[0][1]["loss"] == 0.5 and "mfu" not in numbers[0][1]
+    assert numbers[1:] == [(1, {"samples": (4, 6, 3)}), "finished"]

@@ -469,6 +469,8 @@ class Metrics:
     default is true with TensorBoard, if the job has model.preset llama3_diffusion or keys of the course project."""
     enable_wandb: bool = False
     """Log to Weights & Biases; offline if you are not logged in. WANDB_PROJECT names a project."""
+    enable_trackio: bool = False
+    """Log to Trackio on this machine, in the folder TRACKIO_DIR."""
     meters: list[Annotated[str, METERS]] = field(default_factory=list)
     """Further numbers of logged steps, such as update_norm (docs/extending.md)."""
     enable_sampling: bool = True

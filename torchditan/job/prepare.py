@@ -173,7 +173,7 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
 
         check_compile(config, num_shards=num_shards)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder(config, device=rank.device).absolute()))
-    if config.metrics.enable_tensorboard or config.metrics.enable_wandb:
+    if config.metrics.enable_tensorboard or config.metrics.enable_wandb or config.metrics.enable_trackio:
         from torchditan.run.trackers import check_trackers
 
         check_trackers(config.metrics)

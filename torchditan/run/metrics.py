@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Metrics of a run: console, metrics.jsonl, TensorBoard, Weights & Biases.
+"""Metrics of a run: console, metrics.jsonl, TensorBoard, Weights & Biases, Trackio.
 
 Notable:
 - `images_per_second` is global and counts only the images that were in the batches.
@@ -31,7 +31,7 @@ from torchditan.run.step_timer import StepTimer
 from torchditan.run.training_progress import Progress
 
 if TYPE_CHECKING:
-    from torchditan.run.trackers import TensorBoard, WandB
+    from torchditan.run.trackers import Tracker
 
 ALWAYS_KEYS = (
     "step",
@@ -91,16 +91,14 @@ class MetricsLogger:
         self._first_step: tuple[int, float] | None = None  # start of the ETA measurement: (step, its end)
         self._console: Console | None = None
         self._figures = ""  # of the last record, for the bar: reading the loss at every step would wait for the device
-        self._trackers: list[TensorBoard | WandB] = []
+        self._trackers: list[Tracker] = []
         if not run_directory.is_writer:
             return
         self._console = Console(stream or sys.stdout, color=config.enable_color_printing, clock=clock)
-        if config.enable_tensorboard or config.enable_wandb:
-            from torchditan.run.trackers import TensorBoard, WandB
-        if config.enable_tensorboard:
-            self._trackers.append(TensorBoard(run_directory.path / config.save_tb_folder, progress.step))
-        if config.enable_wandb:
-            self._trackers.append(WandB(config, run_directory))
+        if config.enable_tensorboard or config.enable_wandb or config.enable_trackio:
+            from torchditan.run.trackers import open_trackers
+
+            self._trackers = open_trackers(config, run_directory, start_step=progress.step)
 
     @property
     def elapsed_s(self) -> float:
@@ -206,7 +204,7 @@ class MetricsLogger:
             self._console.line(text)
 
     def log_image(self, name: str, image: Path, step: int) -> None:
-        """Log an image file to TensorBoard and W&B."""
+        """Log an image file to the trackers."""
         if self._trackers:
             pixels = np.asarray(Image.open(image).convert("RGB"))
             self._track(lambda tracker: tracker.log_image(name, pixels, step))
@@ -217,7 +215,7 @@ class MetricsLogger:
             self._console.close()
         self._track(lambda tracker: tracker.close())
 
-    def _track(self, call: Callable[[TensorBoard | WandB], None]) -> None:
+    def _track(self, call: Callable[[Tracker], None]) -> None:
         """Call each tracker. If the disk is full, it gets no more, but the run continues."""
         for tracker in list(self._trackers):
             try:

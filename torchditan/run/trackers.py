@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""TensorBoard and W&B behind one interface, opened so that a resumed run continues its curves."""
+"""TensorBoard, W&B and Trackio behind one interface, opened so that a resumed run continues its curves."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torchditan.run.reading import read_config
 
 
 def check_trackers(config: Metrics) -> None:
-    """Raise ConfigError if a requested TensorBoard or W&B is not installed."""
-    trackers = {"tensorboard": ("torch.utils.tensorboard", config.enable_tensorboard)}
-    for package, (module, is_enabled) in {**trackers, "wandb": ("wandb", config.enable_wandb)}.items():
+    """Raise ConfigError if a requested tracker is not installed."""
+    modules = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+    for package, module in modules.items():
         try:
-            if is_enabled:
+            if getattr(config, f"enable_{package}"):
                 import_module(module)
         except ImportError:
             right = f"needs the {package} package: pip install {package}"
@@ -65,7 +65,7 @@ class TensorBoard:
 class WandB:
     """A run of W&B: offline without a login."""
 
-    def __init__(self, config: Metrics, run_directory: RunDirectory) -> None:
+    def __init__(self, run_directory: RunDirectory) -> None:
         self._wandb: Any = import_module("wandb")
         stored = read_config(run_directory.path)
         run = self._wandb.init(
@@ -97,6 +97,52 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Trackio:
+    """A run of Trackio, whose database is on this machine, in TRACKIO_DIR."""
+
+    def __init__(self, run_directory: RunDirectory) -> None:
+        self._trackio: Any = import_module("trackio")
+        stored = read_config(run_directory.path)
+        self._run = self._trackio.init(
+            project="torchditan",
+            name=f"{run_directory.path.name}-{stored['run_id']}",  # by which a resumed run finds its curves
+            resume="allow",
+            config=stored["config"],
+            embed=False,  # it would open its page in a notebook
+        )
+
+    def log(self, numbers: Mapping[str, float], step: int, *, legacy: Mapping[str, float]) -> None:
+        """The `legacy` tags are of TensorBoard only."""
+        self._run.log(dict(numbers), step=step)
+
+    def log_image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._run.log({name: self._trackio.Image(pixels)}, step=step)
+
+    def roll_back(self, step: int) -> None:
+        """Records of repeated steps follow the earlier ones."""
+
+    def flush(self) -> None:
+        """Trackio writes by itself, every half second."""
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+Tracker = TensorBoard | WandB | Trackio
+
+
+def open_trackers(config: Metrics, run_directory: RunDirectory, *, start_step: int) -> list[Tracker]:
+    """Those that the options ask for, for a run that continues after `start_step`."""
+    trackers: list[Tracker] = []
+    if config.enable_tensorboard:
+        trackers.append(TensorBoard(run_directory.path / config.save_tb_folder, start_step))
+    if config.enable_wandb:
+        trackers.append(WandB(run_directory))
+    if config.enable_trackio:
+        trackers.append(Trackio(run_directory))
+    return trackers
 
 
 def _has_wandb_login() -> bool:

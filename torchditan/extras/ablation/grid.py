@@ -141,6 +141,7 @@ FORCED: dict[str, Any] = {
     "metrics.enable_tensorboard": False,
     "metrics.legacy_tags": False,
     "metrics.enable_wandb": False,
+    "metrics.enable_trackio": False,
     "profiling.enable_profiling": False,
     "profiling.enable_memory_snapshot": False,
     "checkpoint.enable_checkpoint": False,
