@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """What the results of the speedrun say: which rungs of the ladder stay, and which records beat their baseline.
 
-Two entries are compared seed by seed. The gain of one seed is the logarithm of the ratio of both Fréchet distances,
-before / after; a mean gain g is a distance that is lower by 1 - exp(-g).
+Two entries are compared seed by seed. If a lower score is better, the gain of one seed is the logarithm of the ratio of
+both, before / after; a mean gain g is a score that is lower by 1 - exp(-g). Otherwise the gain is the difference.
 
     rung      kept if every seed gains, and  mean gain > t s / sqrt(n).  s is the standard deviation of a gain around
               the mean of its rung, pooled over this rung and all earlier ones, kept or not; t is Student's quantile for
@@ -15,8 +15,8 @@ Notable:
   later cannot change a decision on which other rungs were built.
 - A rung without any effect is kept with a probability of 2.3% at most. Of eight such rungs, one or more are kept with
   17% at most, so records are judged by other seeds.
-- KID against held-out images has to improve too: a second distance, to images of other places. Copies of training
-  images are recognised by their distance to the nearest one (`is_copying`).
+- A second figure has to improve too, such as the distance to images of other places, or the share of held-out prompts.
+  Copies of training images are recognised by their distance to the nearest one (`is_over`).
 """
 
 from __future__ import annotations
@@ -28,44 +28,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from entries import LADDER_SEEDS, Entry
-
+from speedrun.entries import Entry, Track
 from torchditan.errors import ConfigError
 
 Result = dict[str, Any]
 """The JSON of one seed (run.py)."""
 
 TWO_STANDARD_ERRORS = 0.97725
-MOST_CLOSER, MOST_CLOSEST = 0.6, 0.03
-"""Of `closer_than_held_out` and `closest_percent`. Real images of other places have 0.49 to 0.61 and 0 to 0.02; with 5%
-copies among them, the second is 0.05 or more (copy_thresholds.py)."""
 
 
-def read_results(folder: Path, entry: Entry) -> dict[int, Result]:
-    """The results of an entry by seed, without tuning trials.
-
-    Raises:
-        ConfigError: a result is of an older version of the entry, or cannot be read.
-    """
-    results: dict[int, Result] = {}
-    for path in sorted((folder / entry.name).glob("seed-*.json")):
-        result = read_result(path)
-        if result["definition"] != json.loads(json.dumps(entry.definition())):
-            raise ConfigError(f"{path} was made with an older version of {entry.name}; delete it and run it again")
-        results[result["seed"]] = result
-    return results
+def read_results(entry: Entry) -> dict[int, Result]:
+    """The results of an entry by seed, without tuning trials."""
+    found = [read_result(path, entry) for path in sorted((entry.track.results / entry.name).glob("seed-*.json"))]
+    return {result["seed"]: result for result in found}
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path, entry: Entry) -> Result:
     """A file of run.py.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it was made with an older version of the entry.
     """
-    try:
-        result: Result = json.loads(path.read_bytes())
-    except ValueError:
-        raise ConfigError(f"{path} is not JSON; delete it and run the entry again") from None
+    result: Result = json.loads(path.read_bytes())
+    if result["definition"] != json.loads(json.dumps(entry.definition())):
+        raise ConfigError(f"{path} was made with an older version of {entry.name}; delete it to make it again")
     return result
 
 
@@ -74,38 +60,35 @@ class Pairs(NamedTuple):
 
     seeds: list[int]
     gains: list[float]
-    """log(before / after) of the Fréchet distance."""
-    kid_gains: list[float]
-    """before - after of KID against held-out images, whose estimates can be negative."""
+    """Of the score."""
+    second_gains: list[float]
+    """Differences of the second figure, positive if it is better; empty without one."""
 
     @property
     def mean(self) -> float:
         return sum(self.gains) / len(self.gains)
 
     @property
-    def kid_agrees(self) -> bool:
-        return (sum(self.kid_gains) > 0) == (self.mean > 0)
+    def second_agrees(self) -> bool:
+        return not self.second_gains or (sum(self.second_gains) > 0) == (self.mean > 0)
 
 
-def pair(before: Mapping[int, Result], after: Mapping[int, Result], seeds: Iterable[int]) -> Pairs:
+def pair(track: Track, before: Mapping[int, Result], after: Mapping[int, Result], seeds: Iterable[int]) -> Pairs:
     """Compare results seed by seed."""
     common = [seed for seed in seeds if seed in before and seed in after]
     figures = [(before[seed]["figures"], after[seed]["figures"]) for seed in common]
+    score, second, sign = track.score, track.second, -1 if track.is_lower_better else 1
     return Pairs(
         common,
-        [math.log(b["fd"] / a["fd"]) for b, a in figures],
-        [b["kid_held_out"] - a["kid_held_out"] for b, a in figures],
+        [math.log(b[score] / a[score]) if track.is_lower_better else a[score] - b[score] for b, a in figures],
+        [sign * (a[second] - b[second]) for b, a in figures] if second else [],
     )
 
 
-def is_copying(results: Iterable[Result]) -> bool:
-    """Whether samples lie nearer to training images than held-out images do, in the mean over the results."""
+def is_over(track: Track, results: Iterable[Result]) -> bool:
+    """Whether the mean of a figure is above its limit, such as the share of samples near to training images."""
     figures = [result["figures"] for result in results]
-
-    def mean(name: str) -> float:
-        return sum(figure[name] for figure in figures) / len(figures)
-
-    return mean("closer_than_held_out") > MOST_CLOSER or mean("closest_percent") > MOST_CLOSEST
+    return any(sum(each[name] for each in figures) / len(figures) > most for name, most in track.at_most.items())
 
 
 class Spread(NamedTuple):
@@ -131,7 +114,7 @@ class Rung:
 
     entry: Entry
     pairs: Pairs
-    is_copying: bool
+    is_over: bool
     spread: Spread | None
     """Of this rung and all earlier ones."""
 
@@ -147,14 +130,14 @@ class Rung:
 
     @property
     def is_complete(self) -> bool:
-        return self.pairs.seeds == list(LADDER_SEEDS)
+        return self.pairs.seeds == self.entry.seeds
 
     @property
     def is_kept(self) -> bool:
         if not self.is_complete or self.margin is None:
             return False
         all_gain = min(self.pairs.gains) > 0
-        return all_gain and self.pairs.mean > self.margin and self.pairs.kid_agrees and not self.is_copying
+        return all_gain and self.pairs.mean > self.margin and self.pairs.second_agrees and not self.is_over
 
 
 def climb(entries: Iterable[Entry], results: Mapping[str, Mapping[int, Result]]) -> list[Rung]:
@@ -163,11 +146,11 @@ def climb(entries: Iterable[Entry], results: Mapping[str, Mapping[int, Result]])
     for entry in sorted((entry for entry in entries if entry.rung is not None), key=lambda entry: entry.rung or 0):
         assert entry.base is not None, "load() refuses a rung without a base"
         own = results[entry.name]
-        pairs = pair(results[entry.base], own, LADDER_SEEDS)
+        pairs = pair(entry.track, results[entry.base], own, entry.seeds)
         if pairs.seeds:
-            copying = is_copying(own[seed] for seed in pairs.seeds)
+            over = is_over(entry.track, (own[seed] for seed in pairs.seeds))
             spread = pooled([*(rung.pairs.gains for rung in rungs), pairs.gains])
-            rungs.append(Rung(entry, pairs, copying, spread))
+            rungs.append(Rung(entry, pairs, over, spread))
     return rungs
 
 

@@ -1,6 +1,5 @@
-#!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Run a command of `torchditan` with the code of an entry: `python speedrun/launch.py REGISTRY CODE evaluate --flags`.
+"""Run a command of `torchditan` with the code of an entry: `python -m speedrun.launch REGISTRY CODE evaluate --flags`.
 
 REGISTRY is JSON, CODE a copy of the entry's file or an empty text; run.py makes both.
 """
@@ -11,10 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from entries import register
-
+from speedrun.entries import register
 from torchditan.__main__ import main
 
 if __name__ == "__main__":

@@ -1,186 +1,214 @@
-#!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Write the speedrun's leaderboard and its plots from the committed results: `python speedrun/leaderboard.py`.
-
-It writes speedrun/LEADERBOARD.md and the pictures next to it. `--check` only says whether the page is up to date.
-"""
+"""The leaderboards of all tracks, from committed results: LEADERBOARD.md, its plot, and what the command prints."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from entries import (
-    BASELINE,
-    CONFIRMATION_SEEDS,
+from speedrun.entries import (
     FIRST_TUNING_SEED,
-    LADDER_SEEDS,
-    METRIC,
+    FOLDER,
     Entry,
+    Track,
     load,
-    names,
+    load_track,
     register,
     split_sampling,
+    track_names,
 )
-from ladder import Result, climb, is_copying, lower_bound, pair, read_result, read_results
-
-from torchditan.config.command_line import ScriptParser
-from torchditan.errors import ConfigError
+from speedrun.ladder import Result, climb, is_over, lower_bound, pair, read_results
 from torchditan.extras.evaluation.card import spread_of
 from torchditan.run.atomic_files import atomic_writer, write_file
 
-FOLDER = Path(__file__).resolve().parent
-PAGE = FOLDER / "LEADERBOARD.md"
-PLOT = FOLDER / "leaderboard.png"
-Results = Mapping[str, Mapping[int, Result]]
+PAGE = "LEADERBOARD.md"
 
 
-def page(entries: Sequence[Entry], results: Results, trials: Sequence[Result], times: Mapping[str, Any]) -> str:
+class Board(NamedTuple):
+    """A track, its entries and what is known about them."""
+
+    track: Track
+    entries: dict[str, Entry]
+    results: Mapping[str, Mapping[int, Result]]
+    trials: Sequence[Result]
+    times: Mapping[str, Any]
+    """Measured ratios of step times, by recipe."""
+
+    def records(self, name: str) -> list[Result]:
+        """The results of an entry on the seeds of records."""
+        return [self.results[name][seed] for seed in self.track.seeds if seed in self.results[name]]
+
+
+def read_board(track: Track) -> Board:
+    """Read the entries and results of a track.
+
+    Raises:
+        ConfigError: an entry breaks a rule, or has a result of an older version.
+    """
+    entries = {name: load(track, name) for name in track.names()}
+    for entry in entries.values():
+        register(entry.registry, entry.code)
+    results = {name: read_results(entry) for name, entry in entries.items()}
+    trials = [json.loads(path.read_bytes()) for path in sorted((track.results / "tuning").glob("*.json"))]
+    timed = track.results / "step_times.json"
+    return Board(track, entries, results, trials, json.loads(timed.read_bytes()) if timed.exists() else {})
+
+
+def page(boards: Sequence[Board]) -> str:
     """The text of LEADERBOARD.md."""
     lines = [
-        "# Leaderboard of the laptop speedrun",
+        "# Leaderboards of the speedrun",
         "",
-        "`python speedrun/leaderboard.py` writes this page from the JSON files in `results/`. "
+        "`torchditan speedrun --board` writes this page from the JSON files in `*/results/`. "
         "[README.md](README.md) has the rules.",
         "",
-        *_records(entries, results, times),
-        *_ladder(entries, results),
-        *_trials(trials),
+        "- Figures are means over the seeds of the track, with Student's 95% interval.",
+        "- *Compared with* other entries seed by seed: how much better the score is, and the lower bound of that at a "
+        "confidence of 95%, one-sided. An entry is better if the bound is above 0 and the second figure agrees. The "
+        "bounds are not corrected for the number of comparisons.",
+        "- *FLOPs* are those of training, with the optimizer, relative to the baseline. *Time* is steps times the "
+        "ratio of [step times](step_times.py), relative to the baseline.",
+        "- *Nearer* is the probability that a sample is nearer to a training image than a held-out image is.",
+        "",
     ]
-    return "\n".join(lines) + "\n"
+    for board in boards:
+        lines += [f"## {board.track.name}: {board.track.title}", "", *table(board, is_linked=True), ""]
+        if any(board.records(name) for name in board.entries) and board.track.score == "fd":
+            lines += ["![FD-EffNetLite0 against training images and FLOPs](leaderboard.png)", ""]
+        if board.track.ideas:
+            lines += ["Open ideas, each a good first entry:", "", *(f"- {idea}" for idea in board.track.ideas), ""]
+        lines += [*_ladder(board), *_trials(board.trials, board.track)]
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _records(entries: Sequence[Entry], results: Results, times: Mapping[str, Any]) -> Iterator[str]:
-    yield "## Records and baselines"
-    yield ""
-    confirmed = [entry for entry in entries if _seeds(results[entry.name])]
-    if not confirmed:
-        yield "No entry has results of the confirmation seeds yet."
-        yield ""
-        return
-    yield f"Means over the training seeds {_words(CONFIRMATION_SEEDS)}, with Student's 95% interval."
-    yield ""
-    yield (
-        "- *Compared with* other entries seed by seed: how much lower the distance is, and the lower bound of that at "
-        "a confidence of 95%, one-sided. It is better if the bound is above 0 and KID against held-out images agrees. "
-        "The bounds are not corrected for the number of comparisons."
-    )
-    yield f"- *FLOPs* are those of training, with the optimizer, relative to `{BASELINE}`."
-    yield f"- *Time* is steps times the ratio of step times ([step_times.py](step_times.py)), relative to `{BASELINE}`."
-    yield "- *Nearer* is the probability that a sample is nearer to a training image than a held-out image is."
-    yield ""
-    yield f"![{METRIC} against training images and FLOPs](leaderboard.png)"
-    yield ""
-    yield f"| entry | images | {METRIC} | KID x 1000, held out | nearer | FLOPs | time | compared with |"
-    yield "|---|---|---|---|---|---|---|---|"
-    base = results.get(BASELINE, {})
-    base_flops = [base[seed]["training_flops"] for seed in _seeds(base)]
-    for entry in sorted(confirmed, key=lambda entry: _mean([r["figures"]["fd"] for r in _confirmed(results, entry)])):
-        found = _confirmed(results, entry)
-        figures = [result["figures"] for result in found]
-        flops = _mean([result["training_flops"] for result in found])
-        cells = [
-            f"[{entry.name}](entries/{entry.name}.toml): {entry.title}",
-            f"{entry.images:,}",
-            _interval([figure["fd"] for figure in figures]),
-            _interval([1000 * figure["kid_held_out"] for figure in figures]),
-            f"{_mean([figure['closer_than_held_out'] for figure in figures]):.2f}",
-            f"{flops / _mean(base_flops):.2f}" if base_flops else "",
-            _time(entry, entries, times),
-            _verdict(entry, results, found),
-        ]
-        yield "| " + " | ".join(cells) + " |"
-    yield ""
+def table(board: Board, names: Sequence[str] | None = None, *, is_linked: bool = False) -> list[str]:
+    """Rows of Markdown, the best first; of all records and entries without any result, or of some entries."""
+    track = board.track
+    if names is None:
+        is_record = {name: bool(board.records(name)) or not board.results[name] for name in board.entries}
+        names = [name for name, entry in board.entries.items() if is_record[name] and entry.rung is None]
+    if not names:
+        return ["No entry yet."]
+    titles = [title for title, *_ in track.columns]
+    heads = ["entry", "images", *titles, "FLOPs", "minutes" if track.minutes else "time", "compared with"]
+    sign = 1 if track.is_lower_better else -1
+
+    def place(name: str) -> float:
+        figures = [result["figures"][track.score] for result in board.records(name)]
+        return sign * _mean(figures) if figures else math.inf
+
+    rows = [_row(board, board.entries[name], is_linked) for name in sorted(names, key=place)]
+    return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
-def _verdict(entry: Entry, results: Results, found: Sequence[Result]) -> str:
+def _row(board: Board, entry: Entry, is_linked: bool) -> list[str]:
+    track, found = board.track, board.records(entry.name)
+    name = f"[{entry.name}]({track.name}/entries/{entry.name}.toml)" if is_linked else entry.name
+    first = [f"{name}: {entry.title}", f"{entry.images:,}"]
+    if not found:
+        return [*first, *[""] * len(track.columns), "", _time(board, entry), "not yet scored by this command"]
+    base = board.records(track.baseline) if track.baseline in board.entries else []
+    flops = [_mean([result["training_flops"] for result in results]) for results in (found, base) if results]
+    return [
+        *first,
+        *(
+            _interval([factor * result["figures"][figure] for result in found], digits)
+            for _, figure, factor, digits in track.columns
+        ),
+        f"{flops[0] / flops[1]:.2f}" if base else "",
+        _time(board, entry),
+        _verdict(board, entry, found),
+    ]
+
+
+def _verdict(board: Board, entry: Entry, found: Sequence[Result]) -> str:
     """Whether an entry is better than those that it names."""
-    if is_copying(found):
+    if is_over(board.track, found):
         return "**copies training images: not valid**"
-    return "; ".join(_comparison(entry, other, results) for other in entry.compare if other != entry.name)
+    return "; ".join(_comparison(board, entry, other) for other in entry.compare)
 
 
-def _comparison(entry: Entry, other: str, results: Results) -> str:
-    pairs = pair(results.get(other, {}), results[entry.name], CONFIRMATION_SEEDS)
-    if pairs.seeds != list(CONFIRMATION_SEEDS):
-        return f"{other}: {len(pairs.seeds)} of {len(CONFIRMATION_SEEDS)} seeds"
+def _comparison(board: Board, entry: Entry, other: str) -> str:
+    track = board.track
+    pairs = pair(track, board.results.get(other, {}), board.results[entry.name], track.seeds)
+    if pairs.seeds != track.seeds:
+        return f"{other}: {len(pairs.seeds)} of {len(track.seeds)} seeds"
     lower = lower_bound(pairs.gains)
     assert lower is not None
-    is_better = lower > 0 and pairs.kid_agrees
-    disagrees = "" if pairs.kid_agrees else ", KID disagrees"
+    is_better = lower > 0 and pairs.second_agrees
+    disagrees = "" if pairs.second_agrees else f", {track.second} disagrees"
     word = "**better**" if is_better else "not better"
-    return f"{other}: {word}, {_lower(pairs.mean)} lower, {_lower(lower)} or more{disagrees}"
+    by = f"{_gain(track, pairs.mean)} {'lower' if track.is_lower_better else 'higher'}"
+    return f"{other}: {word}, {by}, {_gain(track, lower)} or more{disagrees}"
 
 
-def _time(entry: Entry, entries: Sequence[Entry], times: Mapping[str, Any]) -> str:
-    """Training time relative to the baseline's, from the measured ratio of step times."""
-    base = next((each for each in entries if each.name == BASELINE), None)
+def _time(board: Board, entry: Entry) -> str:
+    """Training time relative to the baseline's, from the measured ratio of step times; or minutes."""
+    base = board.entries.get(board.track.baseline)
     if base is None:
-        return "not measured"
-    steps = entry.num_steps / base.num_steps
-    if entry.recipe() == base.recipe():
-        return f"{steps:.2f}"
-    measured = times.get(entry.recipe())
-    if measured is None or measured["baseline_recipe"] != base.recipe():
-        return "not measured"
-    return "too noisy" if measured["ratio"] is None else f"{steps * measured['ratio']:.2f}"
+        return ""
+    relative = entry.num_steps / base.num_steps * (board.track.minutes or 1)
+    if entry.recipe() != base.recipe():
+        measured = board.times.get(entry.recipe())
+        if measured is None or measured["baseline_recipe"] != base.recipe():
+            return "not measured"
+        if measured["ratio"] is None:
+            return "too noisy"
+        relative *= measured["ratio"]
+    is_late = board.track.minutes is not None and relative > board.track.minutes
+    return f"{relative:.2f}" + (" **too long: not valid**" if is_late else "")
 
 
-def _ladder(entries: Sequence[Entry], results: Results) -> Iterator[str]:
-    yield "## The ladder"
-    yield ""
-    rungs = climb(entries, results)
+def _ladder(board: Board) -> Iterator[str]:
+    track, rungs = board.track, climb(board.entries.values(), board.results)
     if not rungs:
-        yield "No rung has results yet."
-        yield ""
         return
+    score = track.columns[0][0]
+    word = "lower" if track.is_lower_better else "higher"
+    yield "### The ladder"
+    yield ""
     yield (
         f"Each rung changes one thing in its base, at {rungs[0].entry.images:,} images and the seeds "
-        f"{_words(LADDER_SEEDS)}. *Lower* is how much lower {METRIC} is than that of the base. A rung is kept if it is "
-        "lower for all seeds, the mean exceeds the margin, and KID against held-out images "
+        f"{_words(track.rung_seeds)}. *{word.title()}* is how much {word} {score} is than that of the base. A rung is "
+        f"kept if it is {word} for all seeds, the mean exceeds the margin, and the second figure ({track.second}) "
         "agrees. [ladder.py](ladder.py) has the formula of the margin."
     )
     yield ""
-    yield f"| rung | change | base | {METRIC} | lower, per seed | mean, margin | FLOPs | kept |"
+    yield f"| rung | change | base | {score} | {word}, per seed | mean, margin | FLOPs | kept |"
     yield "|---|---|---|---|---|---|---|---|"
     for rung in rungs:
         entry, pairs = rung.entry, rung.pairs
-        own, base = ([results[name][seed] for seed in pairs.seeds] for name in (entry.name, entry.base or ""))
+        own, base = ([board.results[name][seed] for seed in pairs.seeds] for name in (entry.name, entry.base or ""))
         flops = _mean([r["training_flops"] for r in own]) / _mean([r["training_flops"] for r in base])
-        kid = "" if pairs.kid_agrees else " (KID disagrees)"
+        second = "" if pairs.second_agrees else f" ({track.second} disagrees)"
         cells = [
             str(entry.rung),
-            f"[{entry.title}](entries/{entry.name}.toml)",
+            f"[{entry.title}]({track.name}/entries/{entry.name}.toml)",
             str(entry.base),
-            _interval([result["figures"]["fd"] for result in own]),
-            ", ".join(_lower(gain) for gain in pairs.gains),
-            _lower(pairs.mean) + ("" if rung.margin is None else f", {_lower(rung.margin)}"),
+            _interval([track.columns[0][2] * result["figures"][track.score] for result in own], 1),
+            ", ".join(_gain(track, gain) for gain in pairs.gains),
+            _gain(track, pairs.mean) + ("" if rung.margin is None else f", {_gain(track, rung.margin)}"),
             f"{flops:.2f}",
-            ("**yes**" if rung.is_kept else "no" if rung.is_complete else "incomplete") + kid,
+            ("**yes**" if rung.is_kept else "no" if rung.is_complete else "incomplete") + second,
         ]
         yield "| " + " | ".join(cells) + " |"
     yield ""
 
 
-def _trials(trials: Sequence[Result]) -> Iterator[str]:
-    yield "## Tuning"
-    yield ""
+def _trials(trials: Sequence[Result], track: Track) -> Iterator[str]:
     if not trials:
-        yield "No trial yet."
-        yield ""
         return
+    yield "### Tuning"
+    yield ""
     yield (
         f"Trainings with seeds from {FIRST_TUNING_SEED} on, which count for nothing else. Several averages and "
         "samplers of one training are one trial."
     )
     yield ""
-    yield f"| entry | trials | changes | seed | width of the average: {METRIC} |"
+    yield f"| entry | trials | changes | seed | width of the average: {track.columns[0][0]} |"
     yield "|---|---|---|---|---|"
     trainings: dict[tuple[str, str, int], list[Result]] = {}
     for trial in trials:
@@ -188,7 +216,7 @@ def _trials(trials: Sequence[Result]) -> Iterator[str]:
         trainings.setdefault(key, []).append(trial)
     totals = {name: sum(key[0] == name for key in trainings) for name, _, _ in trainings}
     for (name, changes, seed), made in sorted(trainings.items()):
-        scores = sorted((_scoring(trial), _score(trial)) for trial in made)
+        scores = sorted((_scoring(trial), _trial_score(trial, track)) for trial in made)
         found = ", ".join(f"{scoring}: {score}" for scoring, score in scores)
         yield f"| {name} | {totals[name]} | {changes} | {seed} | {found} |"
     yield ""
@@ -204,39 +232,31 @@ def _scoring(trial: Result) -> str:
     return " ".join(filter(None, [f"{trial['ema_width'] or 'own'}", sampling]))
 
 
-def _score(trial: Result) -> str:
-    return "failed" if "failed" in trial else f"{trial['figures']['fd']:.1f}"
-
-
-def _seeds(results: Mapping[int, Result]) -> list[int]:
-    return [seed for seed in CONFIRMATION_SEEDS if seed in results]
-
-
-def _confirmed(results: Results, entry: Entry) -> list[Result]:
-    return [results[entry.name][seed] for seed in _seeds(results[entry.name])]
+def _trial_score(trial: Result, track: Track) -> str:
+    return "failed" if "failed" in trial else f"{track.columns[0][2] * trial['figures'][track.score]:.1f}"
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _interval(values: Sequence[float]) -> str:
+def _interval(values: Sequence[float], digits: int) -> str:
     if len(values) == 1:
-        return f"{values[0]:.1f}"
+        return f"{values[0]:.{digits}f}"
     spread = spread_of(values)
-    return f"{spread.mean:.1f} ± {spread.half_width:.1f}"
+    return f"{spread.mean:.{digits}f} ± {spread.half_width:.{digits}f}"
 
 
-def _lower(gain: float) -> str:
-    """A gain as a percentage of the distance before."""
-    return f"{100 * -math.expm1(-gain):.1f}%"
+def _gain(track: Track, gain: float) -> str:
+    """A gain as a percentage of the score before, or as points of a share."""
+    return f"{100 * -math.expm1(-gain):.1f}%" if track.is_lower_better else f"{100 * gain:.1f} points"
 
 
 def _words(seeds: Sequence[int]) -> str:
     return f"{seeds[0]} to {seeds[-1]}"
 
 
-def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
+def draw(board: Board, path: Path) -> None:
     """Quality against training images and against FLOPs: one point per entry and seed, a line through the means."""
     import matplotlib
 
@@ -246,13 +266,13 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     families: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if _seeds(results[entry.name]):
+    for entry in board.entries.values():
+        if board.records(entry.name):
             families.setdefault(entry.recipe(), []).append(entry)
     for family in families.values():
         family.sort(key=lambda entry: entry.images)
         for axis, quantity in zip(axes, ("images", "training_flops"), strict=True):
-            found = [_confirmed(results, entry) for entry in family]
+            found = [board.records(entry.name) for entry in family]
             at = [_mean([result[quantity] for result in made]) for made in found]
             distances = [[result["figures"]["fd"] for result in made] for made in found]
             (line,) = axis.plot(at, [_mean(values) for values in distances], label=family[-1].title.split(":")[0])
@@ -267,7 +287,7 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
             side.set_major_formatter(EngFormatter(sep=""))
             side.set_minor_formatter("")
         axis.grid(which="both", alpha=0.25)
-    axes[0].set_ylabel(f"{METRIC} (lower is better)")
+    axes[0].set_ylabel("FD-EffNetLite0 (lower is better)")
     axes[0].legend(fontsize=8)
     figure.tight_layout()
     with atomic_writer(path) as file:
@@ -275,33 +295,11 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = ScriptParser(__doc__, options=())
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
-    parser.add_argument("--results", type=Path, default=FOLDER / "results", help="folder of the results")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page and its pictures")
-    args, rest = parser.parse(sys.argv[1:])
-    if rest:
-        raise ConfigError(f"{rest[0]} is not expected")
-    entries = [load(name) for name in names()]
-    for entry in entries:
-        register(entry.registry, entry.code)
-    results = {entry.name: read_results(args.results, entry) for entry in entries}
-    trials = [read_result(path) for path in sorted((args.results / "tuning").glob("*.json"))]
-    timed = args.results / "step_times.json"
-    times = json.loads(timed.read_bytes()) if timed.exists() else {}
-    text = page(entries, results, trials, times).encode()
-    if args.check:
-        if not PAGE.exists() or PAGE.read_bytes() != text:
-            raise ConfigError(f"{PAGE.name} is not up to date; run python speedrun/leaderboard.py")
-        return
-    write_file(args.out / PAGE.name, text)
-    if any(_seeds(found) for found in results.values()):
-        draw(entries, results, args.out / PLOT.name)
-    print(args.out / PAGE.name)
-
-
-if __name__ == "__main__":
-    from torchditan.supervision.exit_status import run_job
-
-    sys.exit(run_job(main))
+def write_page(tracks: Path = FOLDER) -> None:
+    """Write LEADERBOARD.md and the plot of the Fréchet distances."""
+    boards = [read_board(load_track(name, tracks)) for name in track_names(tracks)]
+    write_file(tracks / PAGE, page(boards).encode())
+    for board in boards:
+        if board.track.score == "fd" and any(board.records(name) for name in board.entries):
+            draw(board, tracks / "leaderboard.png")
+    print(tracks / PAGE)

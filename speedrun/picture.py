@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Scored samples of entries next to training images: `python speedrun/picture.py muon_batch_16 official_dit --seed 10`.
+"""Scored samples of entries next to training images: `python -m speedrun.picture muon_batch_16 official_dit --seed 10`.
 
-It reads what `python speedrun/run.py ENTRY --seeds 10` left in outputs/speedrun. The first samples of each class are
+It reads what `torchditan speedrun earth ENTRY --seeds 10` left in outputs/speedrun. The first samples of each class are
 shown, so the entries have the same noise, and nobody chose them. Training images are drawn at random.
 """
 
@@ -17,11 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from entries import METRIC, NUM_SAMPLES, SAMPLING_SEED, load
-from run import RESULTS, Trial
-
+from speedrun.entries import load, load_track
+from speedrun.run import Trial
 from torchditan.config.command_line import ScriptParser, check_output, count
 from torchditan.datasets.earth import Earth
 from torchditan.errors import ConfigError, option_error
@@ -30,6 +26,7 @@ from torchditan.run.atomic_files import write_file
 from torchditan.sampling.grid_picture import draw
 
 MOST_ENTRIES = 3
+NUM_SAMPLES = 2048  # as in earth/track.toml
 
 
 def of_each_class(images: np.ndarray, labels: np.ndarray, *, num_classes: int, columns: int) -> Tensor:
@@ -47,12 +44,12 @@ def heading_and_samples(trial: Trial) -> tuple[str, np.ndarray]:
     samples = trial.evaluation / "samples.npz"
     is_scored = trial.result_path.exists()
     if not (is_scored and samples.exists()):
-        command = f"python speedrun/run.py {trial.entry.name} --seeds {trial.seed}"
-        # Without --check, run.py does not repeat a result.
-        made = f"{command} --check makes it in outputs/speedrun/check" if is_scored else f"{command} makes it"
+        command = f"torchditan speedrun earth {trial.entry.name} --seeds {trial.seed}"
+        # Without --check, the command does not repeat a result.
+        made = f"{command} --check makes it in outputs/speedrun/earth/check" if is_scored else f"{command} makes it"
         raise ConfigError(f"{samples} does not exist; {made}")
     figures = json.loads(trial.result_path.read_bytes())["figures"]
-    heading = f"{trial.entry.name}: {trial.entry.images:,} images, {METRIC} {figures['fd']:.1f}"
+    heading = f"{trial.entry.name}: {trial.entry.images:,} images, FD-EffNetLite0 {figures['fd']:.1f}"
     with np.load(samples) as file:
         return heading, file["arr_0"]
 
@@ -60,24 +57,26 @@ def heading_and_samples(trial: Trial) -> tuple[str, np.ndarray]:
 def main() -> None:
     parser = ScriptParser(__doc__, options=())
     add = parser.add_argument
-    add("entries", metavar="ENTRY", nargs="+", help=f"names of files in speedrun/entries/, at most {MOST_ENTRIES}")
+    add(
+        "entries", metavar="ENTRY", nargs="+", help=f"names of files in speedrun/earth/entries/, at most {MOST_ENTRIES}"
+    )
     add("--seed", type=int, default=10, help="training seed (default: 10)")
     add("--columns", type=count, default=5, help="samples of each class (default: 5)")
-    add("--outputs", type=Path, default=Path("outputs/speedrun"), help="folder of the runs")
-    add("--results", type=Path, default=RESULTS, help="folder of the results")
+    add("--outputs", type=Path, default=Path("outputs/speedrun/earth"), help="folder of the runs")
     add("--out", type=Path, default=Path("speedrun.png"), help="picture to write (default: speedrun.png)")
     args, rest = parser.parse(sys.argv[1:])
     if rest or len(args.entries) > MOST_ENTRIES:
         raise ConfigError(f"{(rest or args.entries)[-1]} is not expected; a picture has at most {MOST_ENTRIES} entries")
     check_output("--out", args.out)
-    trials = [Trial(load(name), args.seed, {}, args.outputs, args.results) for name in args.entries]
+    track = load_track("earth")
+    trials = [Trial(load(track, name), args.seed, {}, args.outputs, track.results) for name in args.entries]
     found = [heading_and_samples(trial) for trial in trials]
 
     real = Earth(size=32, split="train")
     num_classes = len(real.class_names)
     counts = np.bincount(real.class_labels, minlength=num_classes).tolist()
     labels = order_of_classes(
-        NUM_SAMPLES, num_classes=num_classes, class_balance="data", class_counts=counts, seed=SAMPLING_SEED
+        NUM_SAMPLES, num_classes=num_classes, class_balance="data", class_counts=counts, seed=0
     ).numpy()
     if args.columns > np.bincount(labels).min():
         right = f"must be at most {np.bincount(labels).min()}, the samples of the rarest class"

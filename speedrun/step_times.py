@@ -1,6 +1,5 @@
-#!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Ratio of the step times of entries to a baseline's: `python speedrun/step_times.py official_dit flow_matching`.
+"""Ratio of the step time of an entry to that of its track's baseline: `torchditan speedrun earth flow_matching --time`.
 
 Notable:
 - the entries take turns: 30 steps of the baseline, 30 of the entry, and again. A drift of the machine affects both;
@@ -15,7 +14,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,17 +22,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from entries import Entry, load, register
-from run import ONE_THREAD
-
-from torchditan.config.command_line import ScriptParser, count
+from speedrun.entries import Entry, register
 from torchditan.errors import ConfigError
 from torchditan.run.atomic_files import write_file
 from torchditan.run.provenance import cpu_name, git_commit
 
-FOLDER = Path(__file__).resolve().parent
 STEPS = 30
 MOST_SPREAD = 0.2
 """Largest interquartile range of the ratios, relative to their median, with which a ratio is reported."""
@@ -47,7 +39,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.entry, self.steps = entry, steps
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=work, args=(entry, folder, other), daemon=True)
+        self.process = context.Process(target=work, args=(entry, folder, other))
         self.process.start()
         other.close()
 
@@ -79,7 +71,7 @@ def ratio_of(ratios: Sequence[float]) -> dict[str, Any]:
 def measure(baseline: Entry, entry: Entry, *, turns: int, steps: int = STEPS) -> dict[str, Any]:
     """Alternate blocks of both and compare them."""
     load_average = os.getloadavg()[0]
-    os.environ.update(ONE_THREAD)  # of the workers
+    os.environ.update(entry.track.variables)  # of the workers
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         workers = []
         for name, each in (("before", baseline), ("after", entry)):
@@ -130,27 +122,12 @@ def work(entry: Entry, folder: Path, connection: Connection) -> None:
             connection.send(f"{type(error).__name__}: {error}")
 
 
-def main() -> None:
-    parser = ScriptParser(__doc__, options=())
-    parser.add_argument("baseline", help="entry whose step counts as 1")
-    parser.add_argument("entries", nargs="+", help="entries to compare with it")
-    parser.add_argument("--turns", type=count, default=7, help="blocks of each entry, after one that warms up")
-    parser.add_argument("--results", type=Path, default=FOLDER / "results", help="folder of the results")
-    args, rest = parser.parse(sys.argv[1:])
-    if rest:
-        raise ConfigError(f"{rest[0]} is not expected")
-    baseline, *others = [load(name) for name in (args.baseline, *args.entries)]
-    path = args.results / "step_times.json"
+def measure_and_write(baseline: Entry, entry: Entry, *, turns: int = 7, steps: int = STEPS) -> None:
+    """`measure`, into the results of the track."""
+    path = entry.track.results / "step_times.json"
     times = json.loads(path.read_bytes()) if path.exists() else {}
-    for entry in others:
-        times[entry.recipe()] = found = measure(baseline, entry, turns=args.turns)
-        write_file(path, json.dumps(times, indent=2).encode() + b"\n")
-        shown = "not reported: too noisy" if found["ratio"] is None else f"{found['ratio']:.3f}"
-        first, third = found["quartiles"]
-        print(f"{entry.name}: {shown}, quartiles {first:.3f} and {third:.3f}, load {found['load_average']:.2f} before")
-
-
-if __name__ == "__main__":
-    from torchditan.supervision.exit_status import run_job
-
-    sys.exit(run_job(main))
+    times[entry.recipe()] = found = measure(baseline, entry, turns=turns, steps=steps)
+    write_file(path, json.dumps(times, indent=2).encode() + b"\n")
+    shown = "not reported: too noisy" if found["ratio"] is None else f"{found['ratio']:.3f}"
+    first, third = found["quartiles"]
+    print(f"{entry.name}: {shown}, quartiles {first:.3f} and {third:.3f}, load {found['load_average']:.2f} before")

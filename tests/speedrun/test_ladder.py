@@ -7,15 +7,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import entries
-import ladder
 import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
+from speedrun import entries, ladder
+
 pytestmark = pytest.mark.nightly
 
-BASE = entries.Entry("base", "the base", 640, {})
+EARTH = entries.load_track("earth")
+BASE = entries.Entry(EARTH, "base", "the base", 640, {})
 SPREAD = ladder.Spread(0.05, 1000)
 
 
@@ -26,7 +27,7 @@ def result(fd: float, *, kid: float = 0.1, closer: float = 0.05, closest: float 
 
 def rung(gains: list[float], kid_gains: list[float] | None = None, **changes: Any) -> ladder.Rung:
     pairs = ladder.Pairs(list(range(len(gains))), gains, [0.1] * 3 if kid_gains is None else kid_gains)
-    return replace(ladder.Rung(BASE, pairs, False, SPREAD), **changes)
+    return replace(ladder.Rung(replace(BASE, rung=1), pairs, False, SPREAD), **changes)
 
 
 def test_the_pooled_spread_is_that_within_the_groups() -> None:
@@ -44,7 +45,7 @@ def test_the_pooled_spread_is_that_within_the_groups() -> None:
         (rung([0.10, 0.12, -0.01]), False),  # one seed loses
         (rung([0.02, 0.03, 0.02]), False),  # below 2 x 0.05 / sqrt(3)
         (rung([0.10, 0.12, 0.11], [-0.1, -0.1, 0.1]), False),  # farther from held-out images
-        (rung([0.10, 0.12, 0.11], is_copying=True), False),
+        (rung([0.10, 0.12, 0.11], is_over=True), False),
         (rung([0.10, 0.12]), False),  # a seed is missing
         (rung([0.10, 0.12, 0.11], spread=None), False),
         (rung([0.10, 0.12, 0.11], spread=ladder.Spread(0.05, 2)), False),  # the first rung knows its spread badly
@@ -75,7 +76,7 @@ def test_the_bound_of_a_record_is_that_of_a_one_sided_t_test() -> None:
 
 
 def test_samples_nearer_to_training_images_than_held_out_images_are_copies() -> None:
-    assert not ladder.is_copying([result(50, closer=0.5, closest=0.01)])
-    assert not ladder.is_copying([result(50, closer=0.55), result(50, closer=0.62)])  # as real images
-    assert ladder.is_copying([result(50, closer=0.55), result(50, closer=0.7)])
-    assert ladder.is_copying([result(50, closest=0.1)])  # a tenth is copied
+    assert not ladder.is_over(EARTH, [result(50, closer=0.5, closest=0.01)])
+    assert not ladder.is_over(EARTH, [result(50, closer=0.55), result(50, closer=0.62)])  # as real images
+    assert ladder.is_over(EARTH, [result(50, closer=0.55), result(50, closer=0.7)])
+    assert ladder.is_over(EARTH, [result(50, closest=0.1)])  # a tenth is copied

@@ -26,6 +26,7 @@ COMMANDS = {
     "pack": Command("torchditan.commands.pack", "pack a dataset into WebDataset shards"),
     "plan": Command("torchditan.extras.planner.__main__", "memory and time of a configuration on a device, without it"),
     "ablate": Command("torchditan.extras.ablation.__main__", "run a grid of options, and measure each"),
+    "speedrun": Command("torchditan.commands.speedrun", "train and score an entry of the open speedrun, or list them"),
     "report": Command("torchditan.commands.report", "one page about runs, or about a grid"),
     "import": Command("torchditan.commands.import_weights", "a checkpoint of others becomes a run"),
     "export": Command("torchditan.commands.export", "the weights of a run, as one file"),
