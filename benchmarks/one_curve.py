@@ -112,9 +112,8 @@ def main() -> None:
                 kills.append((last_step(run), "one process" if ranks_after == 1 else f"{ranks_after} ranks"))
         found[name] = losses(run)
         print(f"{name}: loss {found[name][args.steps]:.7f} at step {args.steps}", flush=True)
-    steps, *others = ([*curve] for curve in found.values())
-    assert all(steps == other for other in others)
-    curves = {name: [*curve.values()] for name, curve in found.items()}
+    steps = [*found["one process"]]
+    curves = {name: [curve[step] for step in steps] for name, curve in found.items()}
     one = curves["one process"]
     largest = max(abs(a - b) / b for curve in curves.values() for a, b in zip(curve, one, strict=True))
     result = {

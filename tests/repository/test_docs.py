@@ -56,7 +56,7 @@ def training_commands(page: Path) -> list[list[str]]:
     """The arguments of each training command in the code of a page that can be typed as it is."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     commands = []
-    for line in text.splitlines():
+    for line in [*text.splitlines(), *re.findall(r"\| `([^`]+)` \|", text)]:  # code of a cell, too
         start = r"\s*(?:[A-Z_]+=|python |torchrun |pip |torchditan )"
         command = re.match(start + r"(?:[^`]*(?:train\.py|launch\.sh|torchditan train) |train )([^`]+)$", line)
         if command and "..." not in line:
