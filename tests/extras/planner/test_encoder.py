@@ -95,7 +95,7 @@ def test_the_plan_has_the_bytes_the_flops_and_the_peak_of_the_encoder(
 
 
 def test_a_plan_peaks_where_it_encodes(tmp_path: Path) -> None:
-    """Its memory is no sum: what the encoder needs is free again in the forward pass."""
+    """The peak is that of encoding or that of the model, not their sum: encoding frees its memory."""
     save_kl(tmp_path / "saved")
     flags = [*ONLINE, "--autoencoder.name=diffusers", f"--autoencoder.path={tmp_path / 'saved'}"]
     small, large = (

@@ -187,7 +187,7 @@ def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dt
 
 
 def refuse(folder: Path, right: str) -> ConfigError:
-    """The error of a folder that is no such autoencoder."""
+    """The error for a folder that does not hold such an autoencoder; `right` says why."""
     return option_error("autoencoder.path", str(folder), right)
 
 

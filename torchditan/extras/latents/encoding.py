@@ -27,6 +27,7 @@ from torchditan.distributed.process_group import Rank
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.autoencoders.autoencoder import Autoencoder
 from torchditan.extras.latents.writer import LatentWriter, Shard
+from torchditan.sampling.reconstruction import to_8_bit
 
 _INT8_MAX = 127
 Moments = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -278,7 +279,7 @@ def _encode_shard(
     skipped: list[tuple[int, str]] = []
     for batch in batches:
         if encoding.images:
-            parts["images"].append(((batch.images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
+            parts["images"].append(to_8_bit(batch.images).to(torch.uint8))
         parts["labels"].append(batch.labels)
         parts["index"].append(batch.numbers)
         skipped += batch.skipped

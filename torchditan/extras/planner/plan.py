@@ -384,18 +384,19 @@ class TracedModel:
         """The frozen networks that compute in each step. Those of targets are in bfloat16, or on a CPU in what suits
         this one. What encodes comes last, when the results of the others are in the batch and the images still too."""
         dtype = torch.bfloat16 if self.kernels != "cpu" else getattr(torch, precision_for(torch.device("cpu")))
-        trace, beside = functools.partial(trace_frozen, kernels=self.kernels), 0
-        encoder, traces = self.encoder, []
-        if encoder is not None:
+        trace = functools.partial(trace_frozen, kernels=self.kernels)
+        traces = []
+        more = 0  # bytes of an image that are alive beside the plan's batch, whose sample is the latent
+        if self.encoder is not None:
             latent = 4 * math.prod(self.spec.sample_shape)
-            beside = 4 * math.prod(encoder.image_shape) - latent
-            noise = latent * encoder.space.draws_posterior
-            traces.append(trace(encoder.network, example=encoder.example, beside=beside - noise))
+            noise = latent * self.encoder.space.draws_posterior
+            more = 4 * math.prod(self.encoder.image_shape) - latent
+            traces.append(trace(self.encoder.network, example=self.encoder.example, beside=more - noise))
         for target in self.objective.targets.values():
             if not target.is_cached:
                 result = math.prod(target.tensor.shape) * target.tensor.dtype.itemsize
                 network = target.open(torch.device("meta"), dtype)
-                traces.append(trace(network, example=target.example, beside=beside - result))
+                traces.append(trace(network, example=target.example, beside=more - result))
         return traces
 
     def traces(self, config: Config) -> list[StepTrace]:
