@@ -357,6 +357,8 @@ def main() -> None:
     trials = trials_of(args, track)
     entry = trials[0].entry
     if args.time:
+        if not track.baseline:
+            raise ConfigError(f"--time: the track {track.name} measures seconds in every run; leave it out")
         measure_and_write(load(track, track.baseline), entry)
     elif args.check:
         sys.exit(0 if check(trials, jobs=args.jobs) else 1)
