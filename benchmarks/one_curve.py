@@ -74,7 +74,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         above.plot(result["steps"], curve, linewidth=width, label=name, solid_capstyle="butt")
         if place:
             relative = [abs(a - b) / b or None for a, b in zip(curve, first[1], strict=True)]
-            below.semilogy(result["steps"], relative, ".", markersize=3, color=f"C{place}")
+            below.semilogy(result["steps"], relative, ".", markersize=9 - 1.7 * place, color=f"C{place}")
     for step, ranks in result["kills"]:
         above.axvline(step, color="0.6", linewidth=0.8, linestyle="--")
         above.text(step, above.get_ylim()[1], f" kill -9, then {ranks}", va="top", fontsize=7, color="0.35")

@@ -286,8 +286,8 @@ def _check_numbers(entry: Entry) -> None:
     doubled = (values.get("sampling.sampler") == "heun", values.get("sampling.guidance_scale") != 1)
     evaluations = 2 ** sum(doubled)
     if not isinstance(num_steps, int) or not 0 < num_steps * evaluations <= most:
-        right = f"must be at most {most // evaluations}: a sample has {most} model evaluations"
+        right = f"must be at most {most // evaluations}: a sample has {most} evaluations; guidance and heun double them"
         raise option_error(f"{where}: sampling.num_steps", num_steps, right)
     if not isinstance(entry.images, int) or not 0 < entry.images <= budget or entry.images % batch_size:
-        right = f"must be a multiple of training.global_batch_size = {batch_size}, at most {budget}"
+        right = f"must be at most {budget}, and a multiple of training.global_batch_size = {batch_size}"
         raise option_error(f"{where}: images", entry.images, right)

@@ -303,8 +303,10 @@ def trials_of(args: Any, track: Track) -> list[Trial]:
     entry = load(track, args.entry)
     register(entry.registry, entry.code)
     seeds: list[int] = args.seeds or entry.seeds
-    if len({*seeds}) < len(seeds) or min(seeds) < 0:
-        raise option_error("--seeds", seeds, "must be different integers from 0")
+    known = {*track.seeds, *entry.seeds}
+    if len({*seeds}) < len(seeds) or any(seed < FIRST_TUNING_SEED and seed not in known for seed in seeds):
+        right = f"must be different ones of {', '.join(map(str, sorted(known)))}, or trials from {FIRST_TUNING_SEED} on"
+        raise option_error("--seeds", seeds, right)
     if args.jobs > (os.cpu_count() or 1):
         raise option_error("--jobs", args.jobs, f"must be at most the number of cores, {os.cpu_count()}")
     changes = dict(_setting(text) for text in args.set)
@@ -322,8 +324,11 @@ def trials_of(args: Any, track: Track) -> list[Trial]:
             raise ConfigError(f"the track {track.name} needs pip install -e '.[{extra}]'")
     if track.needs_gpu and not torch.cuda.is_available():
         raise ConfigError(f"the track {track.name} needs a GPU")
-    for each in entries:
-        load_config(each.flags(seed=0))  # refuses wrong values before anything is written
+    for each in entries:  # refuses wrong values before anything is written
+        try:
+            load_config(each.flags(seed=0))
+        except ConfigError as error:
+            raise ConfigError(f"{each.name}.toml: {error}") from None
     outputs = args.outputs / track.name / ("check" if args.check else "")
     results = outputs / "results" if args.check else track.results
     return [Trial(each, seed, changes, outputs, results) for seed in seeds for each in entries]
