@@ -140,6 +140,15 @@ def test_the_gpu_track_asks_for_a_gpu_and_a_wheel_for_a_checkout(
     assert refused.code == 2 and refused.err.count("\n") == 1 and "needs a checkout" in refused.err
 
 
+def test_a_seed_of_no_track_and_a_wrong_option_are_refused_in_one_line(run_script: RunScript, tracks: Path) -> None:
+    text = TINY.replace("CONFIG", "scenes").replace("mixed_precision_param", "# ").replace("flavor", "flavour")
+    (tracks / "laptop" / "entries" / "mine.toml").write_text(text)
+    words = ("torchditan", "speedrun", "laptop", "mine", "--tracks", tracks)
+    for more, message in ((("--seeds", 7), "must be different ones of 0, 1, 2"), ((), "mine.toml: model.flavour")):
+        refused = run_script(*words, *more)
+        assert refused.code == 2 and refused.err.count("\n") == 1 and message in refused.err
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("track", "name"), [("earth", "muon"), ("laptop", "scenes")])
 def test_twenty_steps_of_an_entry_are_equal_to_the_bit_when_repeated(
