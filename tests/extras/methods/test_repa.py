@@ -163,7 +163,7 @@ def test_cached_features_are_those_computed_online(encoder: Path, tmp_path: Path
     out = train("cached", aligned(encoder, "block=2 cache=true"), *flags).out
     assert "2,996 images, half of them mirrored: 0.7 MiB" in out and "encoding features: 2996/2996" in out
     for online, cached in zip(curve(tmp_path / "online"), curve(tmp_path / "cached"), strict=True):
-        assert cached == pytest.approx(online, rel=1e-6)
+        assert cached == pytest.approx(online, rel=2e-4)  # the cache is float16, which shows in a float32 step
     out = train("again", aligned(encoder, "block=1 cache=true"), *flags).out
     assert "2,996 images" in out and "encoding features" not in out
 
