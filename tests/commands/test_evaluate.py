@@ -20,6 +20,7 @@ from PIL import Image
 from pixel_quality import NUM_FEATURES, random_images
 from refusals import assert_refused
 
+from torchditan.distributed.precision import precision_for
 from torchditan.extras.evaluation.card import Card, cards_of_run, read_card
 from torchditan.extras.evaluation.sample_batches import image_shape, write_images
 from torchditan.registry import METRICS
@@ -121,8 +122,7 @@ def test_a_distance_is_printed_with_recall_coverage_copies_and_an_interval(evalu
     assert card.run == str(run) and card.reference.num_images == 80 and card.held_out is not None
     stored = read_config(run)
     assert (card.run_id, card.training_commit, card.training_seed) == (stored["run_id"], stored["git_commit"], 0)
-    precision = stored["config"]["training"]["mixed_precision_param"]  # of auto, that of this CPU
-    assert precision in ("bfloat16", "float32")
+    precision = precision_for(torch.device("cpu"))  # of the quickstart's "auto"
     assert (card.training_precision, card.training_versions, card.weights) == (precision, stored["versions"], "ema")
 
 

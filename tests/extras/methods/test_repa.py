@@ -156,14 +156,18 @@ def test_a_run_resumes_to_the_bit_and_needs_its_encoder_only_to_train(
     assert run_script("torchditan", "generate", "whole", "--sampling.num_steps=2").code == 0
 
 
-def test_cached_features_are_those_computed_online(encoder: Path, tmp_path: Path, train: Train) -> None:
+def test_cached_features_are_those_computed_online(
+    encoder: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of mirrored images; another run with the same encoder and images encodes nothing."""
+    # The cache is float16, into which features of bfloat16 fit. On some CPUs the encoder computes in float32.
+    monkeypatch.setattr("torchditan.job.targets.precision_for", lambda device: "bfloat16")
     flags = ["--dataset.horizontal_flip=true", f"--cache.folder={tmp_path / 'cache'}"]
     train("online", aligned(encoder), *flags)
     out = train("cached", aligned(encoder, "block=2 cache=true"), *flags).out
     assert "2,996 images, half of them mirrored: 0.7 MiB" in out and "encoding features: 2996/2996" in out
     for online, cached in zip(curve(tmp_path / "online"), curve(tmp_path / "cached"), strict=True):
-        assert cached == pytest.approx(online, rel=2e-4)  # the cache is float16, which shows in a float32 step
+        assert cached == pytest.approx(online, rel=1e-6)
     out = train("again", aligned(encoder, "block=1 cache=true"), *flags).out
     assert "2,996 images" in out and "encoding features" not in out
 
