@@ -30,7 +30,7 @@ from torchditan.errors import ConfigError
 from torchditan.models.initialization import fill
 from torchditan.models.saved_weights import TRAINING_ONLY, required_names, saved_weights
 from torchditan.registry import FORMATS
-from torchditan.run.atomic_files import sha256_of
+from torchditan.run.atomic_files import refuse_unwritable, sha256_of
 from torchditan.run.directory import OF_NO_RUN, to_json
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
@@ -255,10 +255,8 @@ def save_weights(out: Path, weights: Weights, *, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
+    with refuse_unwritable(out):
         write_model_file(out, weights, dtype=dtype)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
 
 
 def export_model(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from torchditan.config.options import Config, cache_folder
 from torchditan.data_stream.datasets import ImageDataset, read_image
-from torchditan.data_stream.latent_index import Encoding, LatentIndex
+from torchditan.data_stream.latent_index import LatentIndex
 from torchditan.data_stream.latent_shards import LatentShards
 from torchditan.datasets import build_dataset, build_stored_latents
 from torchditan.datasets.options import Split
@@ -106,8 +105,6 @@ def encode_split(
     missing = min(len(writer.missing()) * writer.encoding.shard_size, writer.encoding.num_source_images)
     if missing and rank.rank == 0 and not skips_corrupt:
         refuse_unreadable(dataset, cache_folder=cache_folder(config))
-    if missing and rank.rank == 0 and writer.encoding.images:
-        print(f"{writer.folder}: {describe_images(writer.encoding)}", flush=True)
     encoded, start = 0, time.perf_counter()  # by this rank, in this run
 
     def count(num_images: int) -> None:
@@ -138,17 +135,6 @@ def encode_split(
             print(f"warning: left out: {some(skipped, most=MOST_NAMED)}", file=sys.stderr)
     elif rank.rank == 0:
         print(f"{writer.folder}: this rank is done; the last rank writes the index")
-
-
-def describe_images(encoding: Encoding) -> str:
-    """The size of the stored images of a whole split, next to that of its latents."""
-    values = math.prod(encoding.latent_shape) * (2 if encoding.flipped else 1)
-    latent = values * ((1 if encoding.dtype == "int8" else 2) + 2 * encoding.posterior)
-    of_images, of_latents = (
-        f"{encoding.num_source_images * size / 1e6:,.1f} MB" for size in (math.prod(encoding.image_shape), latent)
-    )
-    shape = " x ".join(map(str, encoding.image_shape))
-    return f"the images, {encoding.num_source_images:,} of {shape}, take {of_images}, and the latents {of_latents}"
 
 
 def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -> str:

@@ -19,6 +19,7 @@ def open_saved(
     *,
     refuse: Callable[[str], ConfigError],
     dtype: torch.dtype | None = None,
+    config: Any = None,
     is_meta: bool = False,
 ) -> Any:
     """A model in eval mode on the CPU, with all weights except those of a pooler.
@@ -28,6 +29,7 @@ def open_saved(
         kind: class of transformers.
         refuse: what would be right -> the error of the option that names the folder.
         dtype: of the weights. None: as stored.
+        config: of transformers, in place of config.json.
         is_meta: build an AutoModel on the meta device, from config.json alone.
 
     Raises:
@@ -42,7 +44,7 @@ def open_saved(
         if is_meta:
             with torch.device("meta"):
                 return opener.from_config(transformers.AutoConfig.from_pretrained(folder, **given)).eval()
-        options = {**given, "use_safetensors": True, "dtype": dtype, "output_loading_info": True}
+        options = {**given, "use_safetensors": True, "dtype": dtype, "config": config, "output_loading_info": True}
         model, info = opener.from_pretrained(folder, **options)
     except (
         OSError,

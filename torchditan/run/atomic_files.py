@@ -39,6 +39,20 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
+def refuse_unwritable(path: Path, *, right: str = "") -> Iterator[None]:
+    """One line for a disk that is full, read-only or not ours.
+
+    Raises:
+        ConfigError: `path` cannot be written. The message ends with `right`.
+    """
+    try:
+        yield
+    except OSError as error:
+        words = [f"{path} cannot be written: {error.strerror or error}", *([right] if right else [])]
+        raise ConfigError("; ".join(words)) from None
+
+
+@contextmanager
 def new_folder(folder: Path, *, replace: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
     """A temporary folder that becomes `folder` at the end. An error leaves nothing behind.
 
@@ -54,14 +68,13 @@ def new_folder(folder: Path, *, replace: Callable[[Path], bool] = lambda folder:
         raise ConfigError(f"{folder} exists; choose another name")
     partial = temporary_path(folder)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        if not is_free:
-            shutil.rmtree(folder)
-        os.replace(partial, folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+        with refuse_unwritable(folder):
+            partial.mkdir(parents=True)
+            yield partial
+            if not is_free:
+                shutil.rmtree(folder)
+            os.replace(partial, folder)
+            sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchditan.config.options import Config
 from torchditan.errors import first_line, option_error
 from torchditan.extras.captions.encode import TextEncoder, folder_of, silence_libraries
 from torchditan.extras.captions.tokens import Tokenizer, tokenizer_of_transformers
+from torchditan.extras.saved_models import open_saved
 from torchditan.extras.tensor_cache import hash_of, identity_of_files
 
 FILES = [
@@ -132,17 +134,18 @@ class SingleEncoder(TextEncoder):
             ConfigError: transformers cannot open them, or the model reads no text.
         """
         transformers: Any = import_optional("transformers", extra="text")
-        options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True, "local_files_only": True}
         tokenizer, settings = self._open_tokenizer()
         with self._refusing():
             known = type(settings) in transformers.AutoModelForTextEncoding._model_mapping
             if known:
                 settings.is_encoder_decoder = False  # T5Gemma asks for it, T5 does it itself
-            opener = transformers.AutoModelForTextEncoding if known else transformers.AutoModel
-            model, info = opener.from_pretrained(self.folder, config=settings, output_loading_info=True, **options)
-        if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
-            right = f"lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
-            raise option_error("text_encoder.path", str(self.folder), right)
+        model = open_saved(
+            self.folder,
+            "AutoModelForTextEncoding" if known else "AutoModel",
+            refuse=partial(option_error, "text_encoder.path", str(self.folder)),
+            dtype=self.dtype,
+            config=settings,
+        )
         if model.config.is_encoder_decoder and hasattr(model, "get_encoder"):
             model = model.get_encoder()
         return tokenizer, model

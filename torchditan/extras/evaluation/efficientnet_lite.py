@@ -145,10 +145,6 @@ class EfficientNetLite0(nn.Module):
         """Drop the layers that `sixteenth` does not use."""
         del self._blocks[NUM_BLOCKS_SIXTEENTH:], self._conv_head, self._bn1, self._fc
 
-    def logits(self, features: Tensor) -> Tensor:
-        """Features (B, 1280) -> logits of the ImageNet classes (B, 1000)."""
-        return self._fc(features)
-
 
 def preprocess(images: Tensor) -> Tensor:
     """(B, 3, H, W) uint8 -> (B, 3, 224, 224) float32, about [-1, 1]; bicubic may overshoot and is not clamped."""

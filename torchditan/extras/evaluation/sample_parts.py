@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from torchditan.distributed.process_group import from_rank_0, rank_and_world_size
-from torchditan.errors import ConfigError
 from torchditan.extras.evaluation.metric import Pictures
 from torchditan.extras.evaluation.sample_batches import write_images
-from torchditan.run.atomic_files import atomic_writer
+from torchditan.run.atomic_files import atomic_writer, refuse_unwritable
 from torchditan.sampling.drawing import Drawing
 from torchditan.sampling.reconstruction import Rounding, to_8_bit
 from torchditan.sampling.sampler import Sampler, ToPixels
@@ -34,6 +33,7 @@ from torchditan.sampling.sampler import Sampler, ToPixels
 _PART = re.compile(r"(\d{8})-(\d{8})\.npz")
 _PARTIAL = re.compile(rf"\.{_PART.pattern}\..+\.partial")
 """Temporary files of `atomic_writer`."""
+_KEPT = "free disk space and run the same command again; finished samples are kept"
 
 
 class SampleParts:
@@ -54,7 +54,7 @@ class SampleParts:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        with _one_line_for_the_disk(self.folder):
+        with refuse_unwritable(self.folder, right=_KEPT):
             self.folder.mkdir(parents=True, exist_ok=True)
         is_first = rank_and_world_size()[0] == 0
         if is_first:
@@ -75,7 +75,7 @@ class SampleParts:
         breaks = [0, *(place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1)]
         for start, stop in pairwise([*breaks, len(numbers)]):
             path = self._path(range(numbers[start], numbers[stop - 1] + 1))
-            with _one_line_for_the_disk(path), atomic_writer(path) as file:
+            with refuse_unwritable(path, right=_KEPT), atomic_writer(path) as file:
                 np.savez(file, images=images[start:stop].numpy())
 
     def write_npz(self, path: Path) -> None:
@@ -90,7 +90,7 @@ class SampleParts:
         assert sum(map(len, ranges)) == self.num_samples, (ranges, self.num_samples)
         height, width = self.read(ranges[0]).shape[2:]
         batches = (self.read(numbers).expand(-1, 3, -1, -1) for numbers in ranges)
-        with _one_line_for_the_disk(path):
+        with refuse_unwritable(path, right=_KEPT):
             write_images(path, batches, shape=(self.num_samples, height, width))
 
     def remove(self) -> None:
@@ -121,15 +121,6 @@ class SampleParts:
 
     def _path(self, numbers: range) -> Path:
         return self.folder / f"{numbers[0]:08d}-{numbers[-1]:08d}.npz"
-
-
-@contextmanager
-def _one_line_for_the_disk(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        right = "free disk space and run the same command again; finished samples are kept"
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; {right}") from None
 
 
 def draw_pictures(

@@ -70,16 +70,11 @@ class EncodedPixels(SampleSpace):
         if config.sample_posterior and not autoencoder.has_posterior:
             right = f"{autoencoder.name} has no variance; leave it out"
             raise option_error("autoencoder.sample_posterior", True, right)
-        if autoencoder.shift is None or autoencoder.scale is None:
-            right = (
-                f"{autoencoder.name} publishes no normalisation; set shift and scale, "
-                "which torchditan encode prints with --preview"
-            )
-            raise option_error("autoencoder.scale", None, right)
         super().__init__(latent_shape, complete_from_autoencoder(config, autoencoder))
         self.autoencoder = autoencoder
         self.device = device = autoencoder.device
         self.draws_posterior = config.sample_posterior
+        assert autoencoder.shift is not None and autoencoder.scale is not None  # after `complete_from_autoencoder`
         self.shift, self.scale = autoencoder.shift.to(device), autoencoder.scale.to(device)
         autoencoder.drop_decoder()
 
@@ -166,8 +161,17 @@ def decode_with(
 
 
 def complete_from_autoencoder(config: AutoencoderConfig, autoencoder: Autoencoder) -> AutoencoderConfig:
-    """Complete the section from its opened autoencoder, which has a normalisation."""
-    assert autoencoder.shift is not None and autoencoder.scale is not None
+    """Complete the section from its opened autoencoder.
+
+    Raises:
+        ConfigError: neither of them has a normalisation.
+    """
+    if autoencoder.shift is None or autoencoder.scale is None:
+        right = (
+            f"{autoencoder.name} publishes no normalisation; set shift and scale, "
+            "which torchditan encode prints with --preview"
+        )
+        raise option_error("autoencoder.scale", None, right)
     return replace(
         config,
         name=autoencoder.name,

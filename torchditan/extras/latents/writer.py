@@ -44,11 +44,10 @@ from torchditan.data_stream.latent_index import (
 )
 from torchditan.data_stream.latent_shards import LABELS_FILE, map_shard, size_problems
 from torchditan.errors import ConfigError, option_error, shorten
-from torchditan.run.atomic_files import write_file
+from torchditan.run.atomic_files import refuse_unwritable, write_file
 from torchditan.run.directory import to_json
 
 LOCK_FILE = ".lock"
-_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Shard(NamedTuple):
@@ -197,10 +196,8 @@ class LatentWriter:
     def _lock(self) -> Iterator[None]:
         """Lock out other ranks. On a file system without locks, ranks that finish together write the same bytes."""
         path = self.folder / LOCK_FILE
-        try:
+        with refuse_unwritable(path):
             path.touch()
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
         with open(path, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -269,12 +266,5 @@ def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:
 
 def _write(path: Path, content: bytes | dict[str, Any]) -> None:
     """Like `write_file`, JSON for a dictionary, with one-line errors for disk failures during a long job."""
-    try:
+    with refuse_unwritable(path, right="complete shards are kept, and the same command continues"):
         write_file(path, content if isinstance(content, bytes) else to_json(content, indent=1) + b"\n")
-    except OSError as error:
-        if error.errno in _DISK_IS_FULL:
-            raise ConfigError(
-                f"the disk is full: {path} cannot be written ({error.strerror}); free disk space and "
-                "rerun the same command; complete shards are kept"
-            ) from None
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

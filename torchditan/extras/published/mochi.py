@@ -78,8 +78,7 @@ class Mochi(PublishedModel):
     def __init__(self, transformer: nn.Module) -> None:
         super().__init__(transformer)
         self.transformer.rope._create_rope = rotary_embedding
-        self._by_sequences = has_varlen_kernel()
-        processor = partial(joint_attention, by_sequences=self._by_sequences)
+        processor = partial(joint_attention, by_sequences=has_varlen_kernel())
         for block in self.blocks():
             block.attn1.processor = processor  # type: ignore[union-attr]
 
@@ -108,14 +107,11 @@ class Mochi(PublishedModel):
         }
 
     def predict(self, x: torch.Tensor, noise_level: torch.Tensor, cond: Condition) -> torch.Tensor:
-        prompt_embeds, mask = cond["prompt_embeds"], cond["prompt_attention_mask"]
-        if self._by_sequences:
-            prompt_embeds, mask = valid_first(prompt_embeds, mask)
         return -self.transformer(
             hidden_states=x,
-            encoder_hidden_states=prompt_embeds,
+            encoder_hidden_states=cond["prompt_embeds"],
             timestep=(1 - noise_level) * 1000,
-            encoder_attention_mask=mask,
+            encoder_attention_mask=cond["prompt_attention_mask"],
             return_dict=False,
         )[0]
 
@@ -127,16 +123,6 @@ def rotary_embedding(frequencies: torch.Tensor, positions: torch.Tensor) -> tupl
     """
     angles = torch.einsum("nd,dhf->nhf", positions.float(), frequencies.float())
     return angles.cos(), angles.sin()
-
-
-def valid_first(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Text tokens (B, L, D) and their mask (B, L) with the valid tokens first, in their order.
-
-    A tokenizer pads at the end, so captions are in this order already; random masks of a benchmark are not. Text tokens
-    have no positions: their order does not change the prediction.
-    """
-    order = mask.logical_not().int().argsort(dim=1, stable=True)  # (B, L)
-    return tokens.gather(1, order[..., None].expand_as(tokens)), mask.gather(1, order)
 
 
 def has_varlen_kernel() -> bool:

@@ -121,11 +121,6 @@ def with_interval(mean: float, half_width: float) -> str:
     return f"{rounded(mean, half_width / 10)} ± {rounded(half_width, half_width / 10)}"
 
 
-def count(number: int, noun: str) -> str:
-    """`1 pair`, `2 pairs`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def listed(values: Iterable[str], *, most: int = 4) -> str:
     """The distinct values that are not empty, at most this many."""
     return some(filter(None, dict.fromkeys(values)), most=most)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchditan.errors import option_error
+from torchditan.errors import counted, option_error
 from torchditan.extras.report.data import Data
 from torchditan.extras.report.effects import EFFECT_COLUMNS, MEMORY, THROUGHPUT, pairs_table
 from torchditan.extras.report.grids import Grids, read_grids
-from torchditan.extras.report.labels import change_name, commit_name, count, listed, percent, setting_value
+from torchditan.extras.report.labels import change_name, commit_name, listed, percent, setting_value
 from torchditan.extras.report.page import PAGE_NAME, Page, write_page
 from torchditan.extras.report.runs import Run, read_runs, run_headlines, run_warnings, runs_in
 from torchditan.extras.report.sections import SECTIONS
@@ -80,7 +80,7 @@ def page_of(data: Data, *, is_folder: bool = True) -> Page:
     if data.grids is None:
         names = ", ".join(run.label for run in data.runs)
         return Page(
-            title=f"Run {names}" if len(data.runs) == 1 else f"{count(len(data.runs), 'run')}: {names}",
+            title=f"Run {names}" if len(data.runs) == 1 else f"{counted(len(data.runs), 'run')}: {names}",
             facts=[fact for run in data.runs for fact in _run_facts(run)],
             headlines=list(run_headlines(data.runs, data.table, data.curve_pairs)),
             warnings=list(run_warnings(data.runs, data.curve_pairs)),
@@ -117,7 +117,7 @@ def _grid_facts(grids: Grids) -> list[str]:
     ]
     days = sorted({started[:10] for started in runs["started"]} - {""})
     lengths = [listed(f"{value:g}" for value in runs[name].dropna()) for name in ("steps", "window")]
-    seeds = f"{count(len(grids.seeds), 'training seed')}, averaged: {listed(grids.seeds)}"
+    seeds = f"{counted(len(grids.seeds), 'training seed')}, averaged: {listed(grids.seeds)}"
     versions = listed(runs["torch_version"])
     parts = [
         listed(devices),
@@ -128,7 +128,7 @@ def _grid_facts(grids: Grids) -> list[str]:
     ]
     counts = runs["status"].value_counts()
     states = ", ".join(f"{counts[status]:,} {name}" for status, name in _STATUSES.items() if counts.get(status))
-    return [f"{'. '.join(filter(None, parts))}.", f"{count(len(runs), 'run')}: {states}."]
+    return [f"{'. '.join(filter(None, parts))}.", f"{counted(len(runs), 'run')}: {states}."]
 
 
 def _grid_headlines(data: Data) -> Iterable[str]:
@@ -148,7 +148,7 @@ def _grid_headlines(data: Data) -> Iterable[str]:
         unclear = " or ".join(noun for noun, effect in measured.items() if not effect.is_clear)
         parts += [f"no clear change in {unclear}"] if unclear else []
         where = f"{grid}, " if len(data.grids.sources) > 1 and key[0] != "source" else ""
-        yield f"{where}{change_name(*key)}: {', '.join(parts)} ({count(of[THROUGHPUT.column].num_pairs, 'pair')})"
+        yield f"{where}{change_name(*key)}: {', '.join(parts)} ({counted(of[THROUGHPUT.column].num_pairs, 'pair')})"
 
 
 def _grid_warnings(data: Data) -> Iterable[str]:
@@ -158,9 +158,9 @@ def _grid_warnings(data: Data) -> Iterable[str]:
     if len(failed):
         reasons = failed["reason"].replace("", "no reason recorded")
         often = ", most often" if reasons.nunique() > 1 else ""
-        yield f"{count(len(failed), 'run')} failed{often}: {reasons.value_counts().index[0]}"
+        yield f"{counted(len(failed), 'run')} failed{often}: {reasons.value_counts().index[0]}"
     if num_mixed := int(data.pairs["mixed"].sum()):
         yield (
-            f"{num_mixed} of {count(len(data.pairs), 'matched pair')} mix commits, versions or numbers of steps. The "
+            f"{num_mixed} of {counted(len(data.pairs), 'matched pair')} mix commits, versions or numbers of steps. The "
             "medians include these pairs; the column mixed of pairs.csv marks them."
         )

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from torchditan.errors import option_error
+from torchditan.errors import counted, option_error
 from torchditan.extras.ablation.ledger import CSV_NAME
 from torchditan.extras.ablation.maker import RUNS_FOLDER
-from torchditan.extras.report.labels import count, duration, parallel_mode, ratio_text
+from torchditan.extras.report.labels import duration, parallel_mode, ratio_text
 from torchditan.run.reading import read_config, read_metrics, read_status
 
 SAME_CURVE = 1e-3
@@ -323,7 +323,7 @@ def run_headlines(runs: Sequence[Run], table: pd.DataFrame, pairs: Sequence[Curv
         (least, fastest), (most, slowest) = min(times), max(times)
         yield (
             f"Total training time: {fastest} is {ratio_text(most / least)} times as fast as {slowest} "
-            f"({count(table['common_step'].iloc[0], 'step')} in {duration(least)} instead of {duration(most)})."
+            f"({counted(table['common_step'].iloc[0], 'step')} in {duration(least)} instead of {duration(most)})."
         )
     most_apart = max((pair.difference for pair in pairs), default=None)
     if most_apart is not None and most_apart <= SAME_CURVE:
@@ -336,7 +336,7 @@ def run_warnings(runs: Sequence[Run], pairs: Sequence[CurvePair]) -> Iterable[st
     if parted:
         step, first = min(parted, key=lambda found: found[0])
         yield (
-            f"The losses of {len(parted)} of {count(len(pairs), 'pair')} of runs of one job differ by more "
+            f"The losses of {len(parted)} of {counted(len(pairs), 'pair')} of runs of one job differ by more "
             f"than {SAME_CURVE:g}, first at step {step:,} ({first.first.label} and {first.second.label})."
         )
     for run in runs:
@@ -347,5 +347,5 @@ def run_warnings(runs: Sequence[Run], pairs: Sequence[CurvePair]) -> Iterable[st
             imported = "it was imported and did not train." if "imported" in run.content else ""
             yield f"{run.label}: {imported or 'metrics.jsonl has no logged step.'}"
         elif "loss" in run.metrics and (lost := run.metrics.index[run.metrics["loss"].isna()]).size:
-            steps = f"{len(lost):,} of {count(len(run.metrics), 'logged step')}"
+            steps = f"{len(lost):,} of {counted(len(run.metrics), 'logged step')}"
             yield f"{run.label}: the loss is not finite at {steps}, first at step {lost[0]:,}."

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from torchditan.config.schema import options
+from torchditan.errors import counted
 from torchditan.extras.ablation.grid import BATCH_SIZE, PRECISION, SEED
 from torchditan.extras.evaluation.card import Card, CardFigure
 from torchditan.extras.evaluation.card_tables import interval_text, ordered_names, value_text
@@ -35,7 +36,6 @@ from torchditan.extras.report.labels import (
     axis_name,
     change_name,
     commit_name,
-    count,
     duration,
     evenly,
     listed,
@@ -454,7 +454,8 @@ def origin(data: Data) -> Section | None:
         if axis not in data.grids.varied
     ]
     headers = ["grid", "device", "host", "devices", "torch", "python", "commit"]
-    fixed = Table(_frame(["setting", "value in all runs"], held), summary=f"Not varied: {count(len(held), 'setting')}")
+    summary = f"Not varied: {counted(len(held), 'setting')}"
+    fixed = Table(_frame(["setting", "value in all runs"], held), summary=summary)
     return Section("Hardware and versions", [Table(_frame(headers, made_by)), fixed])
 
 

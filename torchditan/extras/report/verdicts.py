@@ -28,13 +28,13 @@ import pandas as pd
 from scipy.special import nctdtr, stdtrit
 from scipy.stats import ttest_1samp
 
-from torchditan.errors import option_error
+from torchditan.errors import counted, option_error
 from torchditan.extras.ablation.grid import BATCH_SIZE, SEED
 from torchditan.extras.ablation.ledger import quality
 from torchditan.extras.evaluation.card_tables import columns, rounded, significant
 from torchditan.extras.report.effects import MEMORY, PER_DEVICE, THROUGHPUT, Metric, matched_pairs
 from torchditan.extras.report.grids import Grids
-from torchditan.extras.report.labels import axis_name, change_name, count, value_name
+from torchditan.extras.report.labels import axis_name, change_name, value_name
 
 LEVEL = 0.05
 """Share of grids without any effect that get a verdict."""
@@ -269,7 +269,7 @@ def summary(verdicts: pd.DataFrame) -> str:
         )
     words = (BETTER, WORSE, INCONCLUSIVE, ONE_SEED, NOT_MEASURED)
     parts = [f"{counts.get(word, 0):,} {word}" for word in words if word in counts or word in words[:3]]
-    return f"{', '.join(parts)}, of {count(len(verdicts), 'comparison')}."
+    return f"{', '.join(parts)}, of {counted(len(verdicts), 'comparison')}."
 
 
 def guarantee(verdicts: pd.DataFrame) -> str:
@@ -280,7 +280,7 @@ def guarantee(verdicts: pd.DataFrame) -> str:
     numbers = " and ".join(f"{number:,}" for number in tested.unique())
     plural = "comparison" if set(tested) == {1} else "comparisons"
     num_missing = int((verdicts["missing_seeds"] != "").sum())
-    warning = f"{count(num_missing, 'comparison')} without some seeds: a run of one side failed or is missing. "
+    warning = f"{counted(num_missing, 'comparison')} without some seeds: a run of one side failed or is missing. "
     return (
         f"{warning if num_missing else ''}Corrected for {numbers} {plural} per grid: if no setting has an effect, the "
         f"chance of any better or worse is at most {LEVEL:.0%}."

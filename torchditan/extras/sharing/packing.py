@@ -31,7 +31,7 @@ from torchditan.datasets.images import UnreadableError, corrupt_image, open_pict
 from torchditan.datasets.webdataset import CLASSES_FILE
 from torchditan.errors import ConfigError, option_error
 from torchditan.randomness import generator
-from torchditan.run.atomic_files import atomic_writer, write_file
+from torchditan.run.atomic_files import atomic_writer, refuse_unwritable, write_file
 
 SETTINGS_FILE = ".packing.json"
 """In a folder of shards: what was packed. Another dataset is refused."""
@@ -67,7 +67,7 @@ def pack(
     if len(dataset) > _MOST_IMAGES:
         right = f"has {len(dataset):,} images; shards hold at most {_MOST_IMAGES:,}, so train on it without packing"
         raise option_error("dataset.dataset_name", dataset.name, right)
-    try:
+    with refuse_unwritable(folder, right="complete shards are kept, and the same command continues"):
         _open(folder, dataset, images_per_shard=images_per_shard)
         if dataset.class_names:
             lines = [" ".join(name.split()) for name in dataset.class_names]
@@ -82,9 +82,6 @@ def pack(
                     file.writelines(f"{named}\n" for named in skipped)
             report(len(indices))
         return (folder / LEFT_OUT_FILE).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        right = "complete shards are kept, and the same command continues"
-        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; {right}") from error
 
 
 def _open(folder: Path, dataset: ImageDataset, *, images_per_shard: int) -> None:

@@ -208,9 +208,6 @@ def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: boo
     elif section.downsampling is not None:
         return section
     autoencoder = open_decoder(section, channels=channels, device=torch.device("cpu"))
-    if autoencoder.shift is None or autoencoder.scale is None:
-        right = f"must be given with autoencoder.shift: {section.name} publishes no normalisation"
-        raise option_error("autoencoder.scale", None, right)
     return complete_from_autoencoder(section, autoencoder)
 
 

@@ -37,6 +37,7 @@ from torchditan.extras.published.lora_layers import (
     swap_shift_and_scale,
 )
 from torchditan.extras.weights.opening import open_weights
+from torchditan.run.atomic_files import refuse_unwritable
 
 Format = Literal["diffusers", "kohya", "comfyui"]
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
@@ -114,10 +115,8 @@ def export_lora(
         TensorToWrite(name, tuple(tensor.shape), torch.float32 if name.endswith(".alpha") else dtype, tensor.detach)
         for name, tensor in tensors.items()
     ]
-    try:
+    with refuse_unwritable(path):
         write_weights(path, entries, metadata)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return list(pairs)
 
 
