@@ -371,19 +371,6 @@ def test_too_few_samples_of_an_evaluation_during_training_are_refused_before_it(
     assert not run.exists()
 
 
-def test_an_evaluation_that_fails_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pixel_quality import PixelQuality
-
-    def exhausted(self: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(PixelQuality, "compute", exhausted)
-    flags = ["--evaluation.freq=1", "--evaluation.num_samples=40", "--evaluation.metrics=pixels"]
-    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=1"]
-    run = train(tmp_path, *flags, code=3)
-    assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-00000001"]
-
-
 FAILING_ONCE = """
 import os, pixel_quality
 def fail(self):

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchditan.config.loader import TRAIN_CONFIGS, from_dict, load_config, to_dict, to_toml
-from torchditan.config.options import FLAVOR_NAMES, Config, flatten
-from torchditan.config.reference import reference
-from torchditan.config.rules import missing_for_effect
+from torchditan.config.options import FLAVOR_NAMES, flatten
 from torchditan.config.schema import options
 from torchditan.config.trajectory import trajectory
 from torchditan.errors import ConfigError
@@ -194,44 +192,11 @@ def test_run_is_named_after_the_config_file_or_dataset_and_flavor() -> None:
     assert load_config(["--metrics.experiment_name=mine"]).metrics.experiment_name == "mine"
 
 
-def test_what_an_option_declares_is_in_the_message_the_help_and_the_reference(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Needs is refused, and Idle is accepted."""
-    with pytest.raises(ConfigError, match=r"optimizer\.beta1 = 1\.0: .*at least 0, below 1$"):
-        load_config(["--optimizer.beta1=1"])
-    with pytest.raises(ConfigError, match=r'optimizer\.ns_dtype = "auto": .*optimizer\.name = Muon;.* bfloat16$'):
-        load_config(["--optimizer.ns_dtype=auto"])
-    config = load_config(["--compile.mode=max-autotune-no-cudagraphs"])
-    assert missing_for_effect(config, "compile.mode") == "training.compile"
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_config(["--help"])
-    for text in (" ".join(capsys.readouterr().out.split()), reference()):
-        for option in options().values():
-            assert option.limits in text
-            assert all(need.what in text for need in option.needs)
-            assert all(need.is_missing(Config()) in (True, False) for need in option.needs)  # what it names exists
-
-
-def test_help_names_every_option_and_imports_no_torch(tmp_path: Path) -> None:
-    code = """
-import sys
-import torchditan.config.reference
-from torchditan.config.loader import load_config
-try:
-    load_config(["--help"])
-except SystemExit as stop:
-    assert stop.code == 0
-print("torch imported:", "torch" in sys.modules)
-"""
-    result = run_python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
-    words = result.stdout.split()
+    words = capsys.readouterr().out.split()
     assert [option for option in options() if f"--{option}" not in words] == []
-    assert "torch imported: False" in result.stdout
-    assert "tokenizer_path" not in result.stdout
-    assert result.stdout.startswith("usage: torchditan train NAME")
-    assert max(map(len, result.stdout.splitlines())) <= 110
 
 
 def test_flavor_names_are_those_of_the_model_file() -> None:

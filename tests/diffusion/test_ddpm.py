@@ -351,24 +351,6 @@ def test_a_sample_depends_on_its_number_and_not_on_its_batch() -> None:
     assert len({sample.sum().item() for sample in together}) == 3
 
 
-def test_the_noise_of_the_steps_differs_from_step_to_step() -> None:
-    seen: list[torch.Tensor] = []
-
-    class Recording(DDPM):
-        def sample(self, predict: Any, noise: torch.Tensor, *, sampling: Any, step_noise: Any) -> torch.Tensor:  # type: ignore[override]
-            seen.extend([noise, step_noise(0), step_noise(1), step_noise(0)])
-            return noise
-
-    spec: Any = SimpleNamespace(conditioning=Unconditional(), sample_shape=(1, 64, 64))
-    sampler = Sampler(spec, Recording(**vars(ddpm())), torch.device("cpu"))
-    rows = SampleRows.of_classes([0], class_names=[])
-    sampler.draw_batch(nn.Identity(), Drawing(rows, rows.each(1), Sampling(), seed=0), [0])
-    start, first, second, again = seen
-    assert torch.equal(first, again)
-    assert all((a * b).mean().abs() < 0.05 for a, b in itertools.combinations((start, first, second), 2))
-    assert all(abs(noise.std() - 1) < 0.05 for noise in seen)
-
-
 def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_as_noise() -> None:
     model = Waves()
     drawn(model, Sampling(num_steps=10, spacing="leading", guidance_interval=[0.8, 1.0]), [0], learn_sigma=True)

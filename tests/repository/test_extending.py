@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -193,28 +192,6 @@ def test_the_text_encoder_of_the_page_trains_draws_and_keeps_its_cache(run_scrip
         assert drawn.code == 0, drawn.err
 
 
-def test_a_run_is_not_continued_with_other_data(train: Train, tmp_path: Path) -> None:
-    command = examples()["dataset"].command
-    keep = ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
-    assert train(command, "run", "--training.steps=1", *keep).code == 0
-    shutil.move(tmp_path / "flowers", tmp_path / "moved")
-    moved = [*keep, f"--dataset.root_dir={tmp_path / 'moved'}"]
-    assert train(command, "run", "--training.steps=2", *moved).code == 0
-    write_flowers(tmp_path / "moved", seed=1)
-    outcome = train(command, "run", "--training.steps=3", *moved)
-    assert outcome.code == 2 and "dataset.fingerprint is flowers-" in outcome.err
-
-
-def test_a_dataset_without_what_is_required_ends_with_one_line_and_code_2(
-    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delattr("torchditan.datasets.flowers.Flowers.sample_shape")
-    outcome = train(examples()["dataset"].command, "run", "--training.steps=1")
-    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    assert '"flowers": its class Flowers has no sample_shape; see docs/extending.md' in outcome.err
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_dataset_of_the_page_trains_without_labels_and_is_encoded(
     train: Train, run_script: RunScript, tmp_path: Path
 ) -> None:
@@ -314,13 +291,6 @@ def test_the_objective_of_the_page_samples_what_it_was_trained_to_predict() -> N
 def test_the_objective_of_the_page_refuses_options_itself() -> None:
     with pytest.raises(ConfigError, match=r'sampling\.sampler = "heun": x_prediction divides by 1 - t'):
         load_config(["--diffusion.objective=x_prediction", "--sampling.sampler=heun"])
-
-
-@pytest.mark.usefixtures("added")
-def test_choices_follow_the_registry() -> None:
-    names = "flow_matching, ddpm, imf, x_prediction, or module:name"
-    with pytest.raises(ConfigError, match=f"{names}; did you mean x_pred"):
-        load_config(["--diffusion.objective=x_predicton"])
 
 
 class Blocks(nn.Module):

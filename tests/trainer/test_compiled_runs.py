@@ -35,11 +35,12 @@ def curve(run: Path) -> list[float]:
     return [record[key] for record in read_metrics(run) for key in ("loss", "grad_norm")]
 
 
-def test_a_run_compiles_one_graph_and_follows_the_curve(zoo: Zoo, tmp_path: Path, train: Train) -> None:
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_a_run_compiles_one_graph_and_follows_the_curve(scope: str, zoo: Zoo, tmp_path: Path, train: Train) -> None:
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        train("compiled", *EVERYTHING, *compiled("block"))
+        train("compiled", *EVERYTHING, *compiled(scope))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert (tmp_path / "compiled" / "samples" / "step_00000004.png").exists()
     assert curve(tmp_path / "compiled") == pytest.approx(curve(zoo("digits")), rel=1e-5)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Resuming on other ranks, saving during training, and a full disk. More kills are in test_kills.py."""
+"""Resuming on other ranks, saving during training, and a full disk. More kills are in tools/kills.py."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 To run these comparisons, install the references without what they require, next to the environment, not into it:
 ```
-pip install --no-deps --target /tmp/references torch-fidelity torchmetrics lightning-utilities efficientnet-lite-pytorch
+pip install --no-deps --target /tmp/references torch-fidelity efficientnet-lite-pytorch
 PYTHONPATH=/tmp/references pytest tests/extras/evaluation
 ```
 """

@@ -212,21 +212,6 @@ def test_two_ranks_train_as_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 4), (2, 2)])
-def test_four_ranks_train_as_one(
-    replicas: int, shards: int, encoder: Path, tmp_path: Path, train: Train, run_distributed: RunDistributed
-) -> None:
-    flags = [aligned(encoder), "--training.steps=3"]
-    train("one", *flags)
-    mesh = [f"--training.data_parallel_replicate_degree={replicas}"]
-    mesh += [f"--training.data_parallel_shard_degree={shards}"]
-    finished = run_distributed(["train.py", *job(tmp_path / "four", *flags, *mesh)], 4, cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    for one, four in zip(curve(tmp_path / "one"), curve(tmp_path / "four"), strict=True):
-        assert four == pytest.approx(one, rel=1e-5)
-
-
-@pytest.mark.slow
 def test_compiled_blocks_and_latents_encoded_online(encoder: Path, tmp_path: Path, train: Train) -> None:
     latents = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--autoencoder.online", "--training.steps=2"]
     latents += ["--model.patch_size=1", "--dataset.horizontal_flip=false"]

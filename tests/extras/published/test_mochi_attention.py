@@ -68,9 +68,7 @@ def test_valid_tokens_get_the_same_results_and_gradients_without_the_work_for_pa
     assert kernel.num_pairs == sum((NUM_VIDEO + n) ** 2 + (NUM_TEXT - n) ** 2 for n in VALID)
 
 
-def test_the_prediction_is_that_of_the_mask(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prediction_is_that_of_the_mask(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("mochi")
     model: Any = built(spec)
     x_t, t, cond = inputs_of(spec)

@@ -24,7 +24,6 @@ from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.errors import ConfigError
-from torchditan.extras.weights.formats.dit import reverse_time
 from torchditan.extras.weights.formats.layout import read_sizes, size_options
 from torchditan.extras.weights.importing import import_weights
 from torchditan.extras.weights.trained_model import stored_spec
@@ -112,23 +111,6 @@ def test_lightningdit_samples_at_the_250_points_of_its_grid() -> None:
     found = Timesteps("uniform").grid(sampling.num_steps, shift=sampling.timestep_shift)
     even = torch.linspace(0, 1, 250, dtype=torch.float64)
     assert found == pytest.approx((0.3 * even / (1 - 0.7 * even)).tolist())
-
-
-def test_channels_of_the_variance_are_the_right_ones() -> None:
-    """DiT's order of outputs: the channels of a pixel follow each other, first the means, then the variances."""
-    weights = random_weights(SIT)
-    kept = convert("sit", weights).tensor("final_layer.linear.bias")
-    rows = weights["final_layer.linear.bias"].view(2, 2, 8)
-    assert torch.equal(kept.view(2, 2, 4), rows[..., :4])
-
-
-def test_reversing_time_twice_changes_nothing() -> None:
-    weights = random_weights(REPA)
-    changed = dict(weights)
-    reverse_time(changed)
-    assert not torch.allclose(changed["t_embedder.mlp.0.weight"], weights["t_embedder.mlp.0.weight"], atol=0.1)
-    reverse_time(changed)
-    torch.testing.assert_close(changed, weights, rtol=0, atol=1e-6)
 
 
 def test_weights_in_half_precision_are_converted_in_float32() -> None:
