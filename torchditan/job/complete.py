@@ -7,6 +7,7 @@ Configurations are frozen: `complete` returns a new one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -257,21 +258,18 @@ def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *,
     if null is None:
         right = f"{dataset.name} has no captions, and {spec.name} needs them; must be captions, or dummy"
         raise option_error("dataset.dataset_name", dataset.name, right)
-    return with_empty_caption(spec, null, config, device=device)
-
-
-def with_empty_caption(
-    spec: ModelSpec, null: dict[str, torch.Tensor], config: Config, *, device: torch.device
-) -> ModelSpec:
-    """Return the spec with these embeddings of the empty caption, moved to the device.
-
-    Raises:
-        ConfigError: the embeddings come from other encoders than the model's.
-    """
-    conditioning = cast(TextEmbeddings, spec.conditioning)
-    for name, (shape, _) in conditioning.tensors.items():
-        if name in null and tuple(null[name].shape) != tuple(shape):
-            right = f"its encoders give {name} of shape {list(null[name].shape)}, and {spec.flavor} needs {list(shape)}"
-            raise option_error("text_encoder.path", config.text_encoder.path or config.model.path, right)
+    check_embeddings(spec, {name: tensor[None] for name, tensor in null.items()}, config)
     on_device = {name: tensor.to(device) for name, tensor in null.items()}
     return dataclasses.replace(spec, conditioning=conditioning.with_null(on_device))
+
+
+def check_embeddings(spec: ModelSpec, embeddings: Mapping[str, torch.Tensor], config: Config) -> None:
+    """Refuse embeddings of captions, (n, ...) each, of other encoders than the model's.
+
+    Raises:
+        ConfigError: names a tensor of another shape.
+    """
+    for name, (shape, _) in cast(TextEmbeddings, spec.conditioning).tensors.items():
+        if name in embeddings and (given := tuple(embeddings[name].shape[1:])) != tuple(shape):
+            right = f"its encoders give {name} of shape {list(given)}, and {spec.flavor} needs {list(shape)}"
+            raise option_error("text_encoder.path", config.text_encoder.path or config.model.path, right)

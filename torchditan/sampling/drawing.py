@@ -40,7 +40,7 @@ class SampleRows:
         tensors: the condition of the rows, (R, ...) each, by the names in the model's spec.
         prompts: the whole texts; None for classes.
         references: (R, C, H, W) pixels in [-1, 1] of the same captions, or None.
-        negative: embeddings of the negative prompt, one sample of each; None moves away from the empty caption.
+        negative: of prompts: embeddings of the negative prompt, one sample of each; without one, of the empty caption.
     """
 
     names: list[str]

@@ -250,6 +250,9 @@ def test_a_dry_run_lists_runs_and_commands_and_writes_nothing(tmp_path: Path, ru
     write_grid(tmp_path)
     result = run_script(COMMAND, "run", "small.toml", "--dry-run", "--axes.training.batch_size", "auto,2")
     assert result.code == 2, "auto belongs to autotune"
+    result = run_script(COMMAND, "run", "small.toml", "--dry-run", "--device=h10")
+    assert result.code == 2
+    assert_refused(result.err, '--device = "h10"', ["h100"])
     result = run_script(COMMAND, "run", "small.toml", "--dry-run", "--axes.parallel", "1,2")
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()

@@ -239,11 +239,13 @@ class Means(MetricOfAllPictures):
         return {source: float(self.images(source).mean()) for source in ("train", "held_out", "generated")}
 
 
-def test_a_run_on_captions_is_compared_with_its_images(tmp_path: Path, run_script: RunScript) -> None:
+@pytest.mark.parametrize("negative", ["", "a wall"])
+def test_a_run_on_captions_is_compared_with_its_images(negative: str, tmp_path: Path, run_script: RunScript) -> None:
+    """The command evaluates the same samples as the training did, whose guidance moves away from the same text."""
     captions = {f"{i}.png": {"text": f"ball {i}, red, small, round, flat, old"} for i in range(4)}
     flags = [*flags_for(write(tmp_path / "data", captions)), "--training.steps=6", "--dataset.held_out=1"]
     flags += ["--optimizer.lr=1e-2", "--sampling.guidance_scale=3", "--sampling.num_steps=2"]
-    flags += ["--dataset.shuffle_tags=1", "--sampling.negative_prompt=a wall"]
+    flags += ["--dataset.shuffle_tags=1", f"--sampling.negative_prompt={negative}"]
     flags += ["--training.mixed_precision_param=float32"]
     in_training = ["--evaluation.freq=3", f"--evaluation.metrics={__name__}:Means", "--evaluation.num_samples=7"]
     run = tmp_path / "run"

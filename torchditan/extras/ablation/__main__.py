@@ -129,7 +129,10 @@ def _plain(words: list[str]) -> Any:
 
 def _dry_run(grid: Grid, path: Path, *, device: str | None) -> None:
     from torchditan.extras.ablation.maker import Maker
+    from torchditan.extras.planner.devices import device_named
 
+    if device not in (None, "cpu"):
+        device_named(device)
     maker, runs = Maker(grid, path), grid.runs()
     print(f"{grid.name}: {len(runs)} runs of {grid.steps} steps, the last {grid.window} measured, into {path}")
     for number, run in enumerate(runs, start=1):

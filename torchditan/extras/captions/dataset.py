@@ -35,7 +35,7 @@ from torchditan.extras.latents.latent_space import complete_from_autoencoder, de
 from torchditan.extras.published.families import family, patch_size_of
 from torchditan.extras.published.stored_weights import find_lora
 from torchditan.extras.tensor_cache import TensorCache, hash_of
-from torchditan.job.complete import with_empty_caption
+from torchditan.job.complete import check_embeddings
 from torchditan.models import ModelSpec, TextEmbeddings
 from torchditan.randomness import uniform
 from torchditan.registry import FAMILIES
@@ -313,24 +313,23 @@ def _open_pixels(
     return opened[0], opened[1], SampleSpace(train.sample_shape, config.autoencoder)
 
 
-def rows_of_prompts(
-    spec: ModelSpec, config: Config, prompts: Sequence[str], *, device: torch.device
-) -> tuple[SampleRows, ModelSpec]:
-    """Rows for these texts, and the spec of a trained model with the empty caption as its null condition.
+def rows_of_prompts(spec: ModelSpec, config: Config, prompts: Sequence[str]) -> SampleRows:
+    """Rows for these texts, of a trained model.
 
     Raises:
-        ConfigError: the encoders are not available, or the model also needs a first frame.
+        ConfigError: the encoders are not available or not the model's, or the model also needs a first frame.
     """
     conditioning = cast(TextEmbeddings, spec.conditioning)
     if conditioning.kept & conditioning.tensors.keys():
         right = "this model continues a first frame; export the LoRA, and sample with the model's own pipeline"
         raise option_error("--prompts", list(prompts), right)
-    rows, null = encode_prompts(config, prompts)
-    return rows, with_empty_caption(spec, null, config, device=device)
+    rows = encode_prompts(config, prompts)
+    check_embeddings(spec, rows.tensors, config)
+    return rows
 
 
-def encode_prompts(config: Config, prompts: Sequence[str]) -> tuple[SampleRows, dict[str, torch.Tensor]]:
-    """Rows for these texts and the embeddings of the empty caption, from the encoders of a run or from its cache.
+def encode_prompts(config: Config, prompts: Sequence[str]) -> SampleRows:
+    """Rows for these texts, from the encoders of a run or from its cache.
 
     Raises:
         ConfigError: the encoders are not available.
@@ -342,7 +341,7 @@ def encode_prompts(config: Config, prompts: Sequence[str]) -> tuple[SampleRows, 
     if not encoders.is_lookup:
         embed = _encode_texts(config, {*prompts, negative}, encoders, folder=folder, rank=Rank(0, 0, 1))
     _report_tokens(encoders, captions=(), prompts={*prompts, negative})
-    return _rows_of(prompts, embed, negative=negative), embed("")
+    return _rows_of(prompts, embed, negative=negative)
 
 
 def _report_tokens(encoders: TextEncoder, *, captions: Collection[str], prompts: Collection[str]) -> None:
@@ -378,7 +377,7 @@ def _rows_of(
         tensors={name: torch.stack([entry[name] for entry in entries]) for name in entries[0]},
         prompts=list(prompts),
         references=references,
-        negative=embed(negative) if negative else None,
+        negative=embed(negative),
     )
 
 

@@ -365,8 +365,7 @@ class TrainedModel:
         """
         from torchditan.extras.captions.dataset import rows_of_prompts
 
-        rows, self.spec = rows_of_prompts(self.spec, self.config, prompts, device=self.device)
-        return rows
+        return rows_of_prompts(self.spec, self.config, prompts)
 
 
 def load(
