@@ -234,6 +234,18 @@ def test_the_model_that_ships_draws_its_classes_and_has_a_card(
     assert sum(file.stat().st_size for file in (shared.SHIPPED / "earth").iterdir()) < 5e6
 
 
+def test_the_other_model_that_ships_draws_what_a_prompt_says(tmp_path: Path, run_script: RunScript) -> None:
+    pytest.importorskip("wordllama")
+    red, blue = (
+        load("scenes").sample(prompts=f"a large {colour} square", num_steps=8, seed=0) for colour in ("red", "blue")
+    )
+    change = (red.float() - blue.float()).flatten(2).mean(2).mean(0)  # (R, G, B)
+    assert change[0] > 5 and change[2] < -5
+    outcome = run_script("torchditan", "generate", "scenes", "--prompts=a purple circle", f"--out={tmp_path / 'a.png'}")
+    assert outcome.code == 0 and (tmp_path / "a.png").exists(), outcome.err
+    assert sum(file.stat().st_size for file in (shared.SHIPPED / "scenes").iterdir()) < 5.5e6
+
+
 @pytest.mark.parametrize(
     ("damage", "right"),
     [
