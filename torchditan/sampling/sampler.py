@@ -110,12 +110,13 @@ class Sampler:
         conditioning = self.spec.conditioning
         if isinstance(conditioning, TextEmbeddings):
             conditioning = conditioning.with_guidance(sampling.embedded_guidance)
-            conditioning = conditioning if negative is None else conditioning.with_null(negative)
-        batch = {**drawing.conditions_of(numbers), "index": torch.arange(len(numbers))}
+            if negative is not None:
+                conditioning = conditioning.with_null(self._on_device(negative))
+        batch = self._on_device({**drawing.conditions_of(numbers), "index": torch.arange(len(numbers))})
         predict = guided_prediction(
             model,
             conditioning=conditioning,
-            cond=conditioning.from_batch({name: tensor.to(self.device) for name, tensor in batch.items()}),
+            cond=conditioning.from_batch(batch),
             guidance_scale=self._guidance_scale(sampling),
             guidance_interval=self._guidance_interval(sampling),
             guidance_channels=sampling.guidance_channels,
@@ -156,6 +157,9 @@ class Sampler:
             return len(timesteps)
         low, high = self._guidance_interval(sampling)
         return len(timesteps) + sum(low <= t <= high for t in timesteps)
+
+    def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def _guidance_scale(self, sampling: Sampling) -> float:
         """Of the second prediction; 1 leaves it out."""
