@@ -185,7 +185,7 @@ def test_stored_images_give_the_targets_of_latents_encoded_online(
     photos = ["--dataset.dataset_name=folder", f"--dataset.root_dir={tmp_path / 'photos'}", "--dataset.image_size=8"]
     photos += ["--dataset.horizontal_flip", *haar]
     outcome = run_script("torchditan", "encode", "latents", "--split=train", "--images", *photos)
-    assert outcome.code == 0 and "11 of 3 x 8 x 8" in outcome.out
+    assert outcome.code == 0 and "with images" in outcome.out
     index = read_index(tmp_path / "latents/train")
     scale = [f"--autoencoder.{name}={list(getattr(index, name))}" for name in ("shift", "scale")]
     flags = ["--model.patch_size=1", "--training.steps=2"]
