@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The site of docs/ builds without a warning, refers to nothing on the network."""
+"""The site of docs/ builds without a warning and refers to nothing on the network."""
 
 from __future__ import annotations
 

@@ -266,5 +266,5 @@ def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:
 
 def _write(path: Path, content: bytes | dict[str, Any]) -> None:
     """Like `write_file`, JSON for a dictionary, with one-line errors for disk failures during a long job."""
-    with refuse_unwritable(path, right="complete shards are kept, and the same command continues"):
+    with refuse_unwritable(path, right="free disk space and rerun the same command; complete shards are kept"):
         write_file(path, content if isinstance(content, bytes) else to_json(content, indent=1) + b"\n")
