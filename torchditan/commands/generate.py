@@ -3,6 +3,7 @@
 
 torchditan generate outputs/quickstart
 torchditan generate outputs/photos --classes owl,flower
+torchditan generate scenes --prompts "a green triangle left of two yellow circles"
 torchditan generate outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
 torchditan generate outputs/flux_schnell_lora --prompts "TOK on the moon" "TOK, watercolour" --dtype bfloat16
 torchditan generate outputs/sd3_medium_full --prompts "a red fox" --original
@@ -25,6 +26,8 @@ from torchditan.errors import ConfigError, option_error
 from torchditan.extras.weights.shared import check_address
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from torchditan.extras.weights.trained_model import TrainedModel
@@ -72,6 +75,23 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> SampleRows:
     words = [args.classes] if args.classes in trained.class_names else args.classes.split(",")
     words = [word.strip() for word in words]
     return trained.rows(classes=[int(word) if word.isdecimal() else word for word in words], prompts=args.prompts)
+
+
+def note_unlike_training(trained: TrainedModel, prompts: Sequence[str]) -> None:
+    """Name the prompts that a model of scenes cannot draw: it saw nothing but the captions of their grammar."""
+    from torchditan.datasets.scenes import Scene
+
+    if not trained.takes_prompts or trained.config.dataset.dataset_name != "scenes":
+        return
+    for prompt in prompts:
+        try:
+            Scene.parse(prompt)
+        except ConfigError:
+            print(
+                f'note: no training picture has a caption like "{prompt}"; all show one to three circles, squares or '
+                "triangles",
+                file=sys.stderr,
+            )
 
 
 def real_images(trained: TrainedModel, rows: SampleRows, to_pixels: ToPixels) -> torch.Tensor | None:
@@ -128,6 +148,7 @@ def main() -> None:
         trained.check_original()
     with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):
         rows = choose_rows(trained, args)
+        note_unlike_training(trained, rows.names)
         real = real_images(trained, rows, to_pixels)
 
     sampling = trained.config.sampling

@@ -241,8 +241,12 @@ def test_the_other_model_that_ships_draws_what_a_prompt_says(tmp_path: Path, run
     )
     change = (red.float() - blue.float()).flatten(2).mean(2).mean(0)  # (R, G, B)
     assert change[0] > 5 and change[2] < -5
-    outcome = run_script("torchditan", "generate", "scenes", "--prompts=a purple circle", f"--out={tmp_path / 'a.png'}")
-    assert outcome.code == 0 and (tmp_path / "a.png").exists(), outcome.err
+    picture = tmp_path / "a.png"
+    outcome = run_script(
+        "torchditan", "generate", "scenes", "--prompts", "a cat", "a purple circle", f"--out={picture}"
+    )
+    assert outcome.code == 0 and picture.exists(), outcome.err
+    assert 'caption like "a cat"' in outcome.err and "purple" not in outcome.err
     assert sum(file.stat().st_size for file in (shared.SHIPPED / "scenes").iterdir()) < 5.5e6
 
 
