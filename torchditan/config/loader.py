@@ -80,7 +80,7 @@ def parse_config(argv: list[str]) -> Config:
     Raises:
         ConfigError: a file, an option or a value is not valid.
     """
-    flags = _split_flavor(adopt_keys(_parse_flags(argv)))
+    flags = split_flavor(adopt_keys(_parse_flags(argv)))
     path: Path | str | None = None
     values: dict[str, Any] = {}
     notes: list[str] = []
@@ -90,19 +90,11 @@ def parse_config(argv: list[str]) -> Config:
     elif flags.get("job.config_file") is not None:
         path = find_config(flags.pop("job.config_file"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        values, notes = adopt_file(_split_flavor(read_toml(path)), flags=flags, world_size=world_size)
+        values, notes = adopt_file(split_flavor(read_toml(path)), flags=flags, world_size=world_size)
     values, ignored, read_otherwise = adopt_legacy({**values, **flags})
     if values.get("checkpoint.enable_checkpoint") is False:  # given, not left open
         values.setdefault("checkpoint.save_final", False)
-    typed = _with_prompts(convert_all(values))
-    values = {
-        **flatten(Config()),
-        **_defaults_of_objective(typed),
-        **typed,
-        "job.config_file": None if path is None else str(path),
-    }
-    values.update(_defaults_from_others(values))
-    config = Config().replace(values)
+    config = with_defaults({**values, "job.config_file": None if path is None else str(path)})
     validate_values(config)
     if os.environ.get("RANK", "0") == "0":
         if ignored:
@@ -131,7 +123,7 @@ def _call_configuration(text: str) -> dict[str, Any]:
     return {name: value for name, value in flatten(config).items() if value != defaults[name]}
 
 
-def _split_flavor(values: dict[str, Any]) -> dict[str, Any]:
+def split_flavor(values: dict[str, Any]) -> dict[str, Any]:
     """Read `model.flavor` DiT-Ti/2, the name in logs, as DiT-Ti with patch size 2, in one source of options."""
     flavor, _, text = str(values.get("model.flavor")).partition("/")
     if flavor not in FLAVOR_NAMES or not text.isdecimal():
@@ -145,6 +137,13 @@ def _split_flavor(values: dict[str, Any]) -> dict[str, Any]:
 def build_config(values: Mapping[str, Any]) -> Config:
     """Build a Config from `{"training.steps": 10, ...}` and the defaults. Each value is checked against its type."""
     return Config().replace(convert_all(values))
+
+
+def with_defaults(values: Mapping[str, Any]) -> Config:
+    """`build_config`, with the defaults that depend on the objective and on other options."""
+    typed = _with_prompts(convert_all(values))
+    values = {**flatten(Config()), **_defaults_of_objective(typed), **typed}
+    return Config().replace({**values, **_defaults_from_others(values)})
 
 
 def _defaults_of_objective(typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,9 +149,16 @@ def test_the_command_line_replaces_and_adds_axes(tmp_path: Path) -> None:
 
 def test_train_py_reads_the_flags_of_a_run_as_the_grid_meant_them(tmp_path: Path) -> None:
     text = SMALL + "dataset.image_size = [[16, 32]]\n[settings]\noptimizer.lr = 3e-5\nmodel.qk_norm = false\n"
-    for run in load_grid(write_grid(tmp_path, text)).runs():
-        config = load_config(list(as_flags({**run.flags, "metrics.experiment_name": "x"})))
-        assert config.replace({"metrics.experiment_name": None}) == run.config
+    (tmp_path / "base.toml").write_text(
+        '[dataset]\ndataset_name = "dummy"\n[model]\nflavor = "DiT-Ti/4"\n[diffusion]\nobjective = "imf"\n'
+    )
+    base = f"--job.config_file={tmp_path / 'base.toml'}"
+    for flags, grid in (([], text), ([base], f'base = "{tmp_path / "base.toml"}"{SMALL}')):
+        for run in load_grid(write_grid(tmp_path, grid)).runs():
+            config = load_config([*flags, *as_flags({**run.flags, "metrics.experiment_name": "x"})])
+            others = {"metrics.experiment_name": "x", "job.config_file": config.job.config_file}
+            assert config == run.config.replace(others)
+    assert (config.model.patch_size, config.model.timestep_scale) == (4, 1)
 
 
 def test_a_base_file_is_the_ground_and_gives_the_dataset(tmp_path: Path) -> None:

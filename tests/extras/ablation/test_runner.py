@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +33,7 @@ from torchditan.extras.ablation.device import Device
 from torchditan.extras.ablation.grid import Grid, load_grid
 from torchditan.extras.ablation.launch import Job, Launcher, LocalLauncher, SlurmLauncher, execute, judge, processes_of
 from torchditan.extras.ablation.ledger import read_ledger
-from torchditan.extras.ablation.runner import run_grid
+from torchditan.extras.ablation.runner import GridFolder, run_grid
 from torchditan.supervision.exit_status import verdict_of
 from torchditan.supervision.rank_status import RANKS_VARIABLE
 
@@ -142,6 +143,13 @@ def test_a_grown_grid_goes_on_in_its_folder_and_another_grid_is_refused(run_here
         run_here(replace(small_grid(), steps=5))
     with pytest.raises(ConfigError, match=r"another grid: axes .*\[.*\] .*\[.*optimizer.lr.*\]"):
         run_here(small_grid(**{"optimizer.lr": [1e-4]}))
+    base = tmp_path / "base.toml"
+    for rate in ("1e-3", "2e-3"):
+        base.write_text(f'[dataset]\ndataset_name = "dummy"\n[optimizer]\nlr = {rate}\n')
+        folder = GridFolder(tmp_path / "of_base", replace(small_grid(), base=str(base)), log_folder="logs")
+        other = pytest.raises(ConfigError, match=r"another grid: optimizer.lr of the base is 0\.001 there and 0\.002")
+        with other if rate == "2e-3" else nullcontext(), folder.hold():
+            pass
 
 
 def test_a_grid_of_single_changes_keeps_its_baseline(run_here: RunHere) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 from refusals import assert_refused
 
 from torchditan.extras.report.data import Data
+from torchditan.extras.report.grids import read_grids
 from torchditan.extras.report.report import page_of
 from torchditan.extras.report.runs import differing_settings, read_runs
 
@@ -111,6 +112,19 @@ def text_of(page: str) -> str:
     """What a reader sees, on one line."""
     page = re.sub(r"<(script|style|svg).*?</\1>", "", page, flags=re.DOTALL)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
+
+
+def test_noise_is_that_of_a_mean_however_often_a_run_logs(tmp_path: Path) -> None:
+    speeds = [30.0, 34.0] * 500  # images/s of each record
+    for every in (1, 50):
+        steps = range(every, 1000 * every + 1, every)
+        records = [line(step, images_per_second=speed) for step, speed in zip(steps, speeds, strict=True)]
+        for name, lr in (("a", 1e-4), ("b", 2e-4)):
+            write_run(tmp_path / f"{every}" / name, records, options={"optimizer.lr": lr})
+    found = [Data(grids=read_grids([tmp_path / str(every)])).effects for every in (1, 50)]
+    noise = [one[one["metric"] == "images_per_second_mean"]["noise_percent"].item() for one in found]
+    deviation = 2 / 32 / math.sqrt(200)  # of the mean of the last fifth of the records
+    assert noise == pytest.approx([200 * math.sqrt(2) * deviation] * 2, rel=0.01)
 
 
 def test_one_job_on_two_machines(tmp_path: Path, run_script: RunScript) -> None:

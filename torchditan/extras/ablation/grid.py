@@ -26,7 +26,15 @@ from typing import Any
 
 from torchditan.config.declarations import Above, AtLeast
 from torchditan.config.legacy_keys import adopt_file, adopt_legacy
-from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, read_tables, read_toml
+from torchditan.config.loader import (
+    TRAIN_CONFIGS,
+    build_config,
+    find_config,
+    read_tables,
+    read_toml,
+    split_flavor,
+    with_defaults,
+)
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect, validate
 from torchditan.config.schema import Option, options, unknown_option
@@ -275,9 +283,14 @@ class Grid:
         return f"{count}, such as {impossible[0]}" if impossible else None
 
     @functools.cached_property
+    def base_options(self) -> dict[str, Any]:
+        """The options of the base file by name."""
+        return _read_base(self.base)
+
+    @functools.cached_property
     def _runs_and_impossible(self) -> tuple[list[Run], list[str]]:
         """The runs without repeats, and for each cell that is left out a line with its values and the reason."""
-        base = _read_base(self.base)
+        base = self.base_options
         axes = {SEED: self.axes[SEED], **self.axes} if SEED in self.axes else dict(self.axes)  # the outermost
         batches = sorted(axes.pop(BATCH_SIZE), key=_batch_order) if BATCH_SIZE in axes else None
         cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
@@ -316,7 +329,7 @@ class Grid:
         if self.autotune is not None:
             values |= {BATCH_SIZE: "auto", "autotune.goal": self.autotune}
         flags = _expand_aliases(values)
-        config = build_config({**base, **flags})
+        config = with_defaults({**base, **flags})
         axes = {axis: _axis_value(config, axis) for axis in self.columns}
         validate(config)
         others = set(axes).difference(_ALWAYS_NAMED) if self.one_at_a_time else ()  # ten are too long for a file name
@@ -419,7 +432,7 @@ def _find_grid(name: str) -> Path:
 
 
 def _read_base(name: str | None) -> dict[str, Any]:
-    return {} if name is None else adopt_legacy(adopt_file(read_toml(find_config(name)))[0])[0]
+    return {} if name is None else adopt_legacy(adopt_file(split_flavor(read_toml(find_config(name))))[0])[0]
 
 
 def _flatten_table(path: Path, key: str, tables: Mapping[str, Any]) -> dict[str, Any]:

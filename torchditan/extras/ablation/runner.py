@@ -67,7 +67,7 @@ class GridFolder:
         try:
             take_lock(lock, self.path, holder="runner", remedy="name a new folder with --name")
             self.rows = {row["run_name"]: row for row in read_ledger(self.path, axes=self.grid.columns)}
-            content = {"schema_version": SCHEMA_VERSION, "kind": _KIND, **asdict(self.grid)}
+            content = {"schema_version": SCHEMA_VERSION, "kind": _KIND, **self._content()}
             write_file(self.path / GRID_NAME, json.dumps(content, indent=2, ensure_ascii=False).encode())
             yield
         finally:
@@ -79,14 +79,19 @@ class GridFolder:
         others = [row for name, row in self.rows.items() if name not in set(order)]
         write_ledger(self.path, [*ours, *others], axes=self.grid.columns)
 
+    def _content(self) -> dict[str, Any]:
+        return {**asdict(self.grid), "base_options": self.grid.base_options}
+
     def _refuse_other_content(self) -> None:
         if (self.path / GRID_NAME).exists():
-            there, here = _identity(read_grid(self.path)), _identity(json.loads(json.dumps(asdict(self.grid))))
-            for key, value in here.items():
-                if there.get(key) != value:
+            content = json.loads(json.dumps(self._content()))
+            stored = {"base_options": content["base_options"], **read_grid(self.path)}  # not in older ones
+            there, here = _identity(stored), _identity(content)
+            for key in here | there:
+                if there.get(key) != here.get(key):
                     raise ConfigError(
                         f"{self.path} holds another grid: {key} is {json.dumps(there.get(key))} there and "
-                        f"{json.dumps(value)} here; name a new folder with --name"
+                        f"{json.dumps(here.get(key))} here; name a new folder with --name"
                     )
         elif self.path.is_dir() and {path.name for path in self.path.iterdir()} - {".lock", self.log_folder}:
             raise ConfigError(f"{self.path} is not a grid folder (no {GRID_NAME}); name another with --name")
@@ -101,6 +106,7 @@ def _identity(content: dict[str, Any]) -> dict[str, Any]:
         **{key: content.get(key) for key in keys},
         "axes": sorted(axes),
         **{f"the first value of {axis}": value for axis, value in baseline.items()},
+        **{f"{option} of the base": value for option, value in content["base_options"].items()},
     }
 
 

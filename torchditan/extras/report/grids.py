@@ -13,6 +13,7 @@ Notable:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -212,6 +213,8 @@ def _row(run: Path, content: dict[str, Any]) -> Row:
     window = max(1, steps // 5)
     last = [record for record in records[1:] if record["step"] > steps - window]
     measured = measure(records, window=len(last), num_devices=num_devices) if status == "completed" and last else {}
+    for name in [name for name in measured if name.endswith("_std") and measured[name] is not None]:
+        measured[name] *= math.sqrt(window / len(last))  # of a step; a record is a mean of several
     if status == "completed" and not measured:
         status, reason = "error", f"it logged {len(records)} of {steps} steps, which is too few to measure"
     return {
