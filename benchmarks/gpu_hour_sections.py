@@ -511,7 +511,7 @@ def read_planner(folder: Path, outputs: Sequence[str]) -> Found:
     differences = [row["difference"] for row in rows if row["difference"] is not None]
     if differences:
         rows.append({"model": "largest difference", "difference": max(differences, key=abs)})
-    bad = [row["reason"] for row in document["rows"] if row["status"] == "error"]
+    bad = [row["reason"] for row in document["rows"] if row["status"] not in ("ok", "skipped")]
     return Found(rows, document, f"{len(bad)} cells failed, such as: {bad[0]}" if bad else None)
 
 

@@ -49,9 +49,13 @@ def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_the_newest_file_loads_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     config = load(NEWEST)
-    warning, *rest = capsys.readouterr().err.splitlines()
+    warning, recipe, dataset = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: ignored") and "dataset.batch_size" in warning
-    assert len(rest) == 1 and "dataset.dataset_name imagenet" in rest[0] and "latents" in rest[0]
+    assert "optimizer.beta2 = 0.95, optimizer.weight_decay = 0.1" in recipe and "uniform" in recipe
+    assert (config.optimizer.beta2, config.optimizer.weight_decay) == (0.95, 0.1)
+    assert (config.lr_scheduler.schedule, config.diffusion.timestep_sampling) == ("linear", "uniform")
+    assert load(NEWEST, "--optimizer.beta2=0.99").optimizer.beta2 == 0.99
+    assert "dataset.dataset_name imagenet" in dataset and "latents" in dataset
     assert (config.model.name, config.model.flavor, config.model.preset) == ("dit", "DiT-L", "torchditan")
     assert (config.dataset.dataset_name, config.lr_scheduler.warmup_steps) == ("latents", 100)
     assert (config.training.batch_size, config.metrics.save_tb_folder) == (16, "tb_new")
@@ -62,7 +66,7 @@ def test_the_ablation_file_leaves_its_batch_open_and_its_flavor_is_known(capsys:
     assert config.training.batch_size is None
     assert config.model.flavor == "DiT-L"
     assert (config.dataset.dataset_name, config.dataset.dummy_fill) == ("dummy", "zeros")
-    flavor, batch_size, dataset = notes(capsys)
+    flavor, _, batch_size, dataset = notes(capsys)
     assert "DiT-0.5B" in flavor and "batch_size -1" in batch_size and "imagenet_dummy" in dataset
 
 
@@ -140,7 +144,7 @@ def test_its_dataset_names_mean_what_they_meant(
     flags = [f"--dataset.dataset_name={name}", *([f"--dataset.root_dir={root}"] if root else [])]
     config = load(None, "--model.name=llama3_diffusion", *flags)
     assert config.dataset.dataset_name == expected
-    (line,) = notes(capsys)
+    *_, line = notes(capsys)
     assert name in line and word in line
 
 

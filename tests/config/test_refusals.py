@@ -65,6 +65,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     ("train --training.steps=none", 'training.steps = "none"', ["integer"]),
     ("train --training.batch_size=many", 'training.batch_size = "many"', ["auto", "integer"]),
     ("train --optimizer.lr=nan", "optimizer.lr = NaN", ["number", "finite"]),
+    ("train --training.compile=", 'training.compile = ""', ["true", "false"]),
     ("train --training.compile=yes", 'training.compile = "yes"', ["true", "false"]),
     ("train --dataset.image_size=32x32", 'dataset.image_size = ["32x32"]', ["[32, 48]"]),
     ("train --lr_scheduler.schedule=cosin", 'lr_scheduler.schedule = "cosin"', ["cosine, linear, wsd", "cosine?"]),

@@ -59,6 +59,13 @@ MODEL_NAME = PRESET = "llama3_diffusion"
 """The model name of the course project, and the preset with its sizes."""
 FLAVORS = ("debugmodel", "DiT-S", "DiT-1B", "DiT-7B")
 """Flavors whose sizes differ from ours, repeated here because models/dit.py imports torch. A test compares both."""
+_RECIPE: dict[str, Any] = {
+    "optimizer.beta2": 0.95,
+    "optimizer.weight_decay": 0.1,
+    "lr_scheduler.schedule": "linear",
+    "diffusion.timestep_sampling": "uniform",
+}
+"""What the course project's train.py did for any file."""
 _SHARD, _REPLICATE = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
 
 
@@ -111,12 +118,18 @@ def adopt_legacy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], 
             notes.append("model.flavor DiT-0.5B: read as DiT-L, which the course project calls 0.5B")
         if kept.get("model.flavor", FLAVORS[0]) in FLAVORS:  # other sizes are equal
             kept.setdefault("model.preset", PRESET)
+        is_adam = kept.get("optimizer.name") == "Adam"
+        recipe = {name: value for name, value in _RECIPE.items() if not (is_adam and name.endswith("decay"))}
+        if added := {name: value for name, value in recipe.items() if name not in kept}:
+            kept |= added
+            said = ", ".join(f"{name} = {value}" for name, value in added.items())
+            notes.append(f"as the course project's train.py: {said}")
     if kept.get("optimizer.name") == "Adam":
         if kept.get("optimizer.weight_decay"):
             right = "optimizer.name Adam is read as AdamW without decay; leave one of them out"
             raise option_error("optimizer.weight_decay", kept["optimizer.weight_decay"], right)
         kept["optimizer.name"] = "AdamW"
-        notes.append("optimizer.name Adam: read as AdamW without weight decay, which is the same update")
+        notes.append("optimizer.name Adam: read as AdamW without weight decay; the course project's had an L2 of 0.1")
     is_of_course_project = bool(ignored) or PRESET in (kept.get("model.preset"), values.get("model.name"))
     if is_of_course_project and kept.get("metrics.enable_tensorboard") is True:
         kept.setdefault("metrics.legacy_tags", True)

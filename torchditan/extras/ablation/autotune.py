@@ -171,7 +171,7 @@ def question_of(config: Config, *, device: Device, num_devices: int) -> dict[str
     chosen["autotune.memory_limit_gib"] = config.autotune.memory_limit_gib
     chosen["training.data_parallel_shard_degree"] = num_devices // config.training.data_parallel_replicate_degree
     machine = {"device": device.name, "memory_gib": round(device.memory_gib, 2), "num_devices": num_devices}
-    return {**chosen, **machine, "torch": provenance.versions("torch")["torch"]}
+    return {**chosen, **machine, **provenance.versions("torchditan", "torch")}
 
 
 def find_batch_size(

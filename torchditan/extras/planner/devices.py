@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Devices of the planner: memory and peaks from their datasheets.
+"""Devices of the planner: memory and peaks from their datasheets. ECC takes 2 to 4 GiB of a40, l4 and l40s.
 
 bfloat16 peaks are those of models/peak_flops.py.
 """
@@ -49,9 +49,9 @@ _TABLE = (
     Device("a100-80gb", "NVIDIA A100-SXM4-80GB", 80, 19.5, False, 2039),
     Device("a100-40gb-pcie", "NVIDIA A100-PCIE-40GB", 40, 19.5, False, 1555),
     Device("a100-80gb-pcie", "NVIDIA A100 80GB PCIe", 80, 19.5, False, 1935),
-    Device("a40", "NVIDIA A40", 48, 37.4, False, 696),
-    Device("l4", "NVIDIA L4", 24, 30.3, True, 300),
-    Device("l40s", "NVIDIA L40S", 48, 91.6, True, 864),
+    Device("a40", "NVIDIA A40", 44.4, 37.4, False, 696),
+    Device("l4", "NVIDIA L4", 22, 30.3, True, 300),
+    Device("l40s", "NVIDIA L40S", 44.4, 91.6, True, 864),
     Device("h100", "NVIDIA H100 80GB HBM3", 80, 67, True, 3350, 8, 32),
     Device("h100-pcie", "NVIDIA H100 PCIe", 80, 51, True, 2000, 8, 32),
     Device("h100-nvl", "NVIDIA H100 NVL", 94, 60, True, 3900, 8, 32),
