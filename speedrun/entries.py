@@ -21,12 +21,24 @@ from typing import Any
 
 from torchditan import registry
 from torchditan.config.loader import as_flags, find_config, read_toml
+from torchditan.config.schema import options, unknown_option
 from torchditan.errors import ConfigError, did_you_mean, option_error
 
 FOLDER = Path(__file__).resolve().parent
 FIRST_TUNING_SEED = 100
 
-_KEYS = ("title", "base", "config", "compare", "images", "ema_width", "rung", "code", "registry")
+_KEYS = {
+    "title": str,
+    "base": str,
+    "config": str,
+    "compare": list,
+    "images": int,
+    "ema_width": float,
+    "rung": int,
+    "code": str,
+    "registry": dict,
+}
+"""Of [entry], with their types."""
 _TABLES = ("OBJECTIVES", "BLOCKS", "OPTIMIZERS", "ARCHITECTURES")
 """Registries that an entry may extend: the model and its training, not the metric."""
 _EXISTING = {table: frozenset(getattr(registry, table)) for table in _TABLES}
@@ -216,6 +228,8 @@ def load(track: Track, name: str, changes: dict[str, Any] | None = None) -> Entr
     _check_options(entry)
     _check_numbers(entry)
     if entry.rung is not None:
+        if not track.rung_seeds:
+            raise ConfigError(f"{entry.name}.toml: the track {track.name} has no ladder; leave rung out")
         if entry.base is None:
             raise ConfigError(f"{entry.name}.toml: a rung needs the base that it is compared with")
         images = _load(track, entry.base).images
@@ -232,11 +246,17 @@ def _load(track: Track, name: str) -> Entry:
         raise ConfigError(f"{name} is not an entry of the track {track.name}{did_you_mean(name, track.names())}")
     values = read_toml(path)
     own = {option.removeprefix("entry."): values.pop(option) for option in [*values] if option.startswith("entry.")}
-    for key in own:
+    for key, value in own.items():
         if key not in _KEYS:
             raise ConfigError(f"{path.name}: {key} is not a key of [entry]; must be one of {', '.join(_KEYS)}")
+        if not isinstance(value, (_KEYS[key], int) if _KEYS[key] is float else _KEYS[key]):
+            raise option_error(f"{path.name}: {key}", value, f"must be of the type {_KEYS[key].__name__}")
     base, compared = own.get("base"), own.get("compare", [track.baseline])
-    parent = Entry(track, "", "", track.images, {}) if base is None else _load(track, str(base))
+    for key, other in [*[("base", base)] * ("base" in own), *(("compare", other) for other in own.get("compare", ()))]:
+        if other not in ("", *track.names()) or other == name:
+            raise option_error(f"{path.name}: {key}", other, "must be another entry of the track")
+    most = track.images if track.minutes is None else 0  # a time allows no number of images for every recipe
+    parent = Entry(track, "", "", most, {}) if base is None else _load(track, base)
     if "config" in own:
         recipe = read_toml(find_config(str(own["config"])))
         values = {option: value for option, value in recipe.items() if track.is_free(option)} | values
@@ -273,6 +293,8 @@ def _check_options(entry: Entry) -> None:
         if taken:
             raise ConfigError(f"{where}: [entry.registry.{table}] {taken[0]} exists; use another name")
     for option in entry.settings:
+        if option not in options():
+            raise ConfigError(f"{where}: {unknown_option(option)}")
         if not entry.track.is_free(option):
             raise ConfigError(f"{where}: the track fixes {option}; remove it")
 
@@ -289,5 +311,5 @@ def _check_numbers(entry: Entry) -> None:
         right = f"must be at most {most // evaluations}: a sample has {most} evaluations; guidance and heun double them"
         raise option_error(f"{where}: sampling.num_steps", num_steps, right)
     if not isinstance(entry.images, int) or not 0 < entry.images <= budget or entry.images % batch_size:
-        right = f"must be at most {budget}, and a multiple of training.global_batch_size = {batch_size}"
+        right = f"must be 1 to {budget}, and a multiple of training.global_batch_size = {batch_size}"
         raise option_error(f"{where}: images", entry.images, right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +129,8 @@ def _verdict(board: Board, entry: Entry, found: Sequence[Result]) -> str:
     """Whether an entry is better than those that it names."""
     if is_over(board.track, found):
         return "**copies training images: not valid**"
+    if board.track.minutes is not None and not re.fullmatch(r"[\d.]+", _time(board, entry)):
+        return "not compared: no valid time"
     return "; ".join(_comparison(board, entry, other) for other in entry.compare)
 
 
@@ -210,12 +213,13 @@ def _trials(trials: Sequence[Result], track: Track) -> Iterator[str]:
     yield ""
     yield f"| entry | trials | changes | seed | width of the average: {track.columns[0][0]} |"
     yield "|---|---|---|---|---|"
-    trainings: dict[tuple[str, str, int], list[Result]] = {}
+    trainings: dict[tuple[str, str, int, float], list[Result]] = {}
     for trial in trials:
-        key = (trial["entry"], _changes(split_sampling(trial["changes"])[0]) or "none", trial["seed"])
+        changes = _changes(split_sampling(trial["changes"])[0]) or "none"
+        key = (trial["entry"], changes, trial["seed"], trial.get("training_seconds", 0.0))  # the time tells runs apart
         trainings.setdefault(key, []).append(trial)
-    totals = {name: sum(key[0] == name for key in trainings) for name, _, _ in trainings}
-    for (name, changes, seed), made in sorted(trainings.items()):
+    totals = {name: sum(key[0] == name for key in trainings) for name, *_ in trainings}
+    for (name, changes, seed, _), made in sorted(trainings.items()):
         scores = sorted((_scoring(trial), _trial_score(trial, track)) for trial in made)
         found = ", ".join(f"{scoring}: {score}" for scoring, score in scores)
         yield f"| {name} | {totals[name]} | {changes} | {seed} | {found} |"

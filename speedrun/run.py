@@ -47,6 +47,7 @@ from torchditan.errors import ConfigError, option_error
 from torchditan.extras.ablation.grid import parse_setting
 from torchditan.extras.ablation.launch import Job, execute
 from torchditan.extras.evaluation.card import spread_of
+from torchditan.optim.divergence import DivergenceError
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics, read_status
 
@@ -128,13 +129,14 @@ def _train(trial: Trial) -> dict[str, str]:
     if trial.run.exists() and (read_status(trial.run) or {}).get("state") == "completed":
         return {}
     place = [f"--job.dump_folder={trial.outputs}", f"--metrics.experiment_name={trial.run.name}"]
+    trained = replace(trial.entry, settings=split_sampling(trial.entry.settings)[0])  # runs are shared by samplers
     try:
-        call(trial, "train", [*trial.entry.flags(seed=trial.seed), *place])
-    except ConfigError as error:
-        status = read_status(trial.run) or {}
-        if trial.seed < FIRST_TUNING_SEED or status.get("state") != "error":
+        call(trial, "train", [*trained.flags(seed=trial.seed), *place])
+    except ConfigError:
+        reason = str((read_status(trial.run) or {}).get("reason"))
+        if trial.seed < FIRST_TUNING_SEED or not reason.startswith(DivergenceError.__name__):
             raise
-        return {"failed": str(status.get("reason", error))}
+        return {"failed": reason}
     return {}
 
 
@@ -168,7 +170,7 @@ def _score(trial: Trial) -> dict[str, Any]:
     entry, track = trial.entry, trial.entry.track
     if not track.reach:
         return _score_step(trial, entry.num_steps, trial.evaluation)
-    interval = int({**track.protocol, **entry.settings}["checkpoint.interval"])
+    interval = load_config(entry.flags(seed=0)).checkpoint.interval
     for step in [*range(interval, entry.num_steps, interval), entry.num_steps]:
         found = _score_step(trial, step, trial.evaluation / f"step-{step}")
         if all(found["figures"][name] >= least for name, least in track.reach.items()):
@@ -277,15 +279,13 @@ def parser() -> ScriptParser:
     add = parser.add_argument
     add("track", metavar="TRACK", nargs="?", help="a folder of speedrun/ with a track.toml")
     add("entry", metavar="ENTRY", nargs="?", help="name of a file in speedrun/TRACK/entries/")
-    add(
-        "--seeds",
-        type=int,
-        nargs="+",
-        help=f"default: the track's; {FIRST_TUNING_SEED} and above are for tuning",
-    )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    seeds = f"default: the track's; {FIRST_TUNING_SEED} and above are for tuning"
+    add("--seeds", type=int, help=seeds, **several)
     add("--jobs", type=count, default=1, help="runs at the same time (default: 1); at most one per core")
-    add("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="for tuning: options that replace the entry's")
-    add("--ema_widths", type=float, nargs="+", metavar="WIDTH", help="for tuning: one training each; 0: no ema.width")
+    add("--set", metavar="OPTION=VALUE", default=[], help="for tuning: options that replace the entry's", **several)
+    widths = "for tuning: one training each; 0: no ema.width"
+    add("--ema_widths", type=float, metavar="WIDTH", help=widths, **several)
     add("--check", action="store_true", help="make committed results again and compare both")
     add("--time", action="store_true", help="measure the ratio of step times to the baseline's; on a quiet machine")
     add("--board", action="store_true", help="write the page of all leaderboards")
@@ -328,7 +328,7 @@ def trials_of(args: Any, track: Track) -> list[Trial]:
         try:
             load_config(each.flags(seed=0))
         except ConfigError as error:
-            raise ConfigError(f"{each.name}.toml: {error}") from None
+            raise ConfigError(f"{'--set' if changes else f'{each.name}.toml'}: {error}") from None
     outputs = args.outputs / track.name / ("check" if args.check else "")
     results = outputs / "results" if args.check else track.results
     return [Trial(each, seed, changes, outputs, results) for seed in seeds for each in entries]
@@ -354,6 +354,8 @@ def main() -> None:
         write_page(args.tracks)
         return
     tracks = [load_track(name, args.tracks) for name in ([args.track] if args.track else track_names(args.tracks))]
+    if (args.check or args.time) and (not args.entry or (args.check and args.time)):
+        raise ConfigError("--check and --time need TRACK and ENTRY, and exclude each other")
     if not args.entry:
         for track in tracks:
             print(f"{track.name}: {track.title}", "", *table(read_board(track)), "", sep="\n")

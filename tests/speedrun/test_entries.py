@@ -87,7 +87,10 @@ def test_a_recipe_names_what_changes_a_step_and_a_digest_what_changes_the_traini
     ("change", "message"),
     [
         ("colour = 1\n", "colour is not a key of [entry]; must be one of title"),
-        ("images = 650\n", "images = 650: must be at most 96000, and a multiple of training.global_batch_size = 64"),
+        ("images = 650\n", "images = 650: must be 1 to 96000, and a multiple of training.global_batch_size = 64"),
+        ("registry = 1\n", "registry = 1: must be of the type dict"),
+        ('compare = ["bass"]\n', 'compare = "bass": must be another entry'),
+        ("[training]\nmax_nrom = 1\n", "training.max_nrom is not an option; did you mean training.max_norm"),
         ("[sampling]\nguidance_scale = 2\n", "the track fixes sampling.guidance_scale"),
         ("[dataset]\nhorizontal_flip = true\n", "the track fixes dataset.horizontal_flip"),
         ("[sampling]\nnum_steps = 33\n", "sampling.num_steps = 33: must be at most 32"),

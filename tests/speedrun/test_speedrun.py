@@ -95,6 +95,12 @@ def test_an_entry_of_one_file_is_trained_scored_repeated_to_the_bit_and_on_the_p
     assert f"[mine]({track}/entries/mine.toml): a tiny model" in (tracks / leaderboard.PAGE).read_text()
 
     if track == "laptop":
+        trial = (*words[:4], "--tracks", tracks, "--seeds", 100)
+        for options in (["--set", "sampling.timestep_shift=3", "--set", "sampling.num_steps=3"], []):
+            assert run_script(*trial, *options).code == 0
+        shifted, own = sorted((tracks / track / "results/tuning").glob("*.json"), key=lambda path: -len(path.name))
+        assert json.loads(shifted.read_text())["sampling"]["timestep_shift"] == 3
+        assert json.loads(own.read_text())["sampling"] == result["sampling"], "a trial draws with its own sampler only"
         assert run_script(*words, "--check").code == 0
         result["figures"][score] *= 1.5
         result["last_loss"] += 1e-7
@@ -141,11 +147,17 @@ def test_the_gpu_track_asks_for_a_gpu_and_a_wheel_for_a_checkout(
 
 
 def test_a_seed_of_no_track_and_a_wrong_option_are_refused_in_one_line(run_script: RunScript, tracks: Path) -> None:
-    text = TINY.replace("CONFIG", "scenes").replace("mixed_precision_param", "# ").replace("flavor", "flavour")
-    (tracks / "laptop" / "entries" / "mine.toml").write_text(text)
-    words = ("torchditan", "speedrun", "laptop", "mine", "--tracks", tracks)
-    for more, message in ((("--seeds", 7), "must be different ones of 0, 1, 2"), ((), "mine.toml: model.flavour")):
-        refused = run_script(*words, *more)
+    text = TINY.replace("CONFIG", "scenes").replace("mixed_precision_param", "# ")
+    file, words = tracks / "laptop" / "entries" / "mine.toml", ("torchditan", "speedrun", "laptop", "mine")
+    for old, new, more, message in (
+        ("", "", ("--seeds", 7), "must be different ones of 0, 1, 2"),
+        ("flavor", "flavour", (), "mine.toml: model.flavour"),
+        ("images = 48", "", (), "mine.toml: images = 0: must be 1 to"),
+        ("images = 48", "images = 48\nrung = 1", (), "mine.toml: the track laptop has no ladder"),
+        ("", "", ("--check", "--time"), "exclude each other"),
+    ):
+        file.write_text(text.replace(old, new))
+        refused = run_script(*words, "--tracks", tracks, *more)
         assert refused.code == 2 and refused.err.count("\n") == 1 and message in refused.err
 
 

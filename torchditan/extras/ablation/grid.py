@@ -549,5 +549,5 @@ def parse_setting(option: str, text: str) -> Any:
     """The value of `--settings.section.key TEXT`."""
     known = options().get(option)
     if known is not None and known.is_list:
-        return [_parse_value(option, word) for word in re.split(r"[,\s]+", text.strip("[] ")) if word]
+        return [_parse_value(option, word) for word in re.split(r"[,\s]+", re.sub(r'[][" ]', " ", text)) if word]
     return _parse_value(option, text)
