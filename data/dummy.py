@@ -70,6 +70,7 @@ class Dummy(ImageDataset):
             names=[f"random {number}" for number in range(len(items))],
             numbers=list(range(len(items))),
             tensors={name: torch.stack([item[name] for item in items]) for name in tensors},
+            negative={name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()},
         )
 
 

@@ -93,7 +93,7 @@ class StreamShard(torch.utils.data.IterableDataset):
         images, worker = self.images, torch.utils.data.get_worker_info()
         first = 0 if worker is None else worker.id << 40  # rows of other workers have other numbers
         while True:
-            num_yielded = 0
+            num_yielded = self.row  # a resumed pass may be at its end
             for row in self.rows:
                 self.row += 1
                 try:

@@ -338,6 +338,7 @@ class Trainer:
         self.supervision.start_step = self.progress.step
         write_rank_status("running", step=self.progress.step, first_step_at=time.time())
         gc.disable()
+        self.resources.callback(gc.enable)
         self.stop_point.begin()
         self.stop_point.stop_if_asked()
         if config.training.on_nonfinite == "rollback" and self.checkpoints.saved_step < 0:

@@ -164,14 +164,28 @@ def test_a_checkpoint_from_before_a_number_was_registered_gives_it_its_first_val
     assert (state.progress.step, counter.count) == (2, 100)
 
 
+class CountingSGD(torch.optim.SGD):
+    """Counts steps in its groups, as Prodigy and ScheduleFree do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__([{"params": parameters, "count": 0}], lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= 1 + group["count"]
+            group["count"] += 1
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, dampening=0.5),
         lambda parameters: torch.optim.NAdam(parameters, lr=0.1, weight_decay=0.1),
         lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+        CountingSGD,
     ],
-    ids=["SGD", "NAdam", "AdamW"],
+    ids=["SGD", "NAdam", "AdamW", "CountingSGD"],
 )
 def test_a_checkpoint_before_the_first_step_changes_no_training(make: Any) -> None:
     """The state that torch makes for a checkpoint is not always that of a new optimizer."""

@@ -13,7 +13,7 @@ from torch import nn
 from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
-from torchditan.diffusion.samplers import Velocity, guided_prediction
+from torchditan.diffusion.samplers import Velocity, guided_prediction, is_guided
 from torchditan.diffusion.timesteps import Timesteps, shift_timesteps
 from torchditan.errors import ConfigError
 from torchditan.models import ClassLabels, Unconditional, build_model_spec
@@ -104,6 +104,11 @@ def test_one_ancestral_step_is_eulers() -> None:
     start = torch.randn(8, generator=torch.Generator().manual_seed(0))
     euler = solve(lambda x, t: -x * (1 + t), start, timesteps=[0.0, 1.0], method="euler")
     assert torch.equal(ancestral(lambda x, t: -x * (1 + t), start, [0.0, 1.0]), euler)
+
+
+def test_guidance_includes_the_ends_of_its_interval() -> None:
+    grid = torch.linspace(0, 1, 11, dtype=torch.float64).tolist()  # the fourth is 0.30000000000000004
+    assert [is_guided(t, (0.1, 0.3)) for t in grid[:6]] == [False, True, True, True, False, False]
 
 
 def test_guidance_extrapolates_from_null_inside_its_interval_and_on_its_channels() -> None:

@@ -295,6 +295,11 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
         (["--model.name=flux", "--model.flavor=debugmodel"], 'diffusion.objective = "imf"', ["flow_matching", "flux"]),
         ([f"--diffusion.ingredients={ALIGNED}"], "diffusion.ingredients", ["imf", ALIGNED]),
         (["--diffusion.objective=imf guidance=3", "--sampling.guidance_scale=4"], "sampling.guidance_scale = 4", ["3"]),
+        (
+            ["--diffusion.objective=imf guidance=3", "--sampling.guidance_interval", "0.6", "0.9"],
+            "sampling.guidance_interval = [0.6, 0.9]",
+            ["0.5"],
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, mentions: list[str]) -> None:

@@ -130,6 +130,11 @@ def test_it_starts_from_flow_matching_and_refuses_another_time_scale(
     zero = torch.zeros(4)
     scalars = {"interval": zero, "guidance": zero, "guidance_start": zero, "guidance_end": zero + 1}
     assert torch.equal(new(x_t, t, {**cond, **scalars}), old(x_t, t, cond))
+    started = torchditan.load("started")
+    for parameter in started.model.parameters():
+        parameter.add_(0.1)  # as if it had trained
+    started.restore_original()
+    assert torch.equal(started.model(x_t, t, {**cond, **scalars}), old(x_t, t, cond)), "what --original draws"
 
     flags = job(tmp_path / "refused", *GUIDED, *start, str(usual))
     outcome = run_script("train.py", *flags)

@@ -19,6 +19,7 @@ Notable:
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 import time
@@ -121,7 +122,8 @@ class CheckpointManager:
         if self.stager is None:
             self._write(snapshot)
         else:
-            staged = snapshot._replace(tensors=self.stager.stage(snapshot.tensors))
+            tensors, per_rank = self.stager.stage(snapshot.tensors), copy.deepcopy(snapshot.per_rank)
+            staged = snapshot._replace(tensors=tensors, per_rank=per_rank)
             self._writing = threading.Thread(
                 target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True
             )

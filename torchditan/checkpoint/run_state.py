@@ -164,7 +164,7 @@ def make_optimizer_state(optimizer: Optimizer) -> list[nn.Parameter]:
     without: list[nn.Parameter] = [parameter for parameter in parameters if parameter not in optimizer.state]
     if not without:
         return []
-    rates = [group["lr"] for group in optimizer.param_groups]
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     gradients = [parameter.grad for parameter in parameters]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -178,6 +178,6 @@ def make_optimizer_state(optimizer: Optimizer) -> list[nn.Parameter]:
             made["step"] *= 0  # a tensor or a number
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)  # the learning rate, and counts that some optimizers keep here
     return without

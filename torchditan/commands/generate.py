@@ -17,10 +17,9 @@ import itertools
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
-from torchditan.config.options import cache_folder, dataset_channels
 from torchditan.config.prompts import read_prompts
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.weights.shared import check_address
@@ -96,15 +95,13 @@ def note_unlike_training(trained: TrainedModel, prompts: Sequence[str]) -> None:
 
 def real_images(trained: TrainedModel, rows: SampleRows, to_pixels: ToPixels) -> torch.Tensor | None:
     """Training images of each class (rows, k, C, H, W); None for prompts, and without the training data."""
-    from torchditan.datasets import build_dataset
     from torchditan.sampling.sample_grids import real_samples
 
     config = trained.config
     if trained.takes_prompts:
         return None
     try:
-        places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
-        dataset = build_dataset(config.dataset, split="train", **places)
+        dataset = trained.open_images("train")
     except ConfigError as error:
         print(f"note: without the training data, the picture shows no real images: {error}", file=sys.stderr)
         return None
@@ -113,7 +110,7 @@ def real_images(trained: TrainedModel, rows: SampleRows, to_pixels: ToPixels) ->
         labels=rows.numbers,
         samples_per_label=config.sampling.images_per_class,
         conditional=trained.num_classes > 0,
-        to_pixels=trained.real_to_pixels if config.autoencoder.online else to_pixels,
+        to_pixels=(lambda samples: samples) if config.autoencoder.online else to_pixels,
     )
 
 

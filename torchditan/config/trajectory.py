@@ -50,6 +50,7 @@ TRAJECTORY_KEYS = (
     "training.float32_matmul_precision",
     "float8.enable_float8_linear",
     "float8.recipe_name",
+    "float8.emulate",  # emulated, small layers are float8 too
     "checkpoint.initial_load_path",
     "checkpoint.initial_load_convention",
     "text_encoder.max_length",
@@ -160,6 +161,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """
     given = _left_open(flatten_tree(json.loads(json.dumps(here, default=str))))
     stored = _left_open(flatten_tree(there), command=given)
+    if "float8.emulate" in given:
+        stored.setdefault("float8.emulate", False)  # older runs do not store it
     absent = "absent"
     same = []
     begun, begins = stored.pop(INITIAL_WEIGHTS, None), given.pop(INITIAL_WEIGHTS, None)

@@ -31,7 +31,7 @@ class StoredLatents(SampleSpace):
         if config.sample_posterior and not dataset.index.posterior:
             right = "these latents have no variance; encode them with --posterior, or leave it out"
             raise option_error("autoencoder.sample_posterior", True, right)
-        super().__init__(dataset.sample_shape, _complete_from_index(config, dataset.index))
+        super().__init__(dataset.sample_shape, complete_from_index(config, dataset.index))
         self.draws_posterior = dataset.with_logvar = config.sample_posterior
         self.device = device
         self.shift, self.scale = (
@@ -46,7 +46,7 @@ class StoredLatents(SampleSpace):
         return batch
 
 
-def _complete_from_index(config: AutoencoderConfig, index: LatentIndex) -> AutoencoderConfig:
+def complete_from_index(config: AutoencoderConfig, index: LatentIndex) -> AutoencoderConfig:
     """Complete the section from the latents. Options that it sets are kept, and must not contradict the latents."""
     if config.fingerprint is not None and config.fingerprint != index.fingerprint:
         right = f"these latents come from {index.fingerprint}; leave it out, or give the latents it belongs to"

@@ -116,6 +116,9 @@ class MeanFlow(FlowMatching):
         largest = cls.learned_scale(config.diffusion)
         if largest and not 1 <= config.sampling.guidance_scale <= largest:
             yield "sampling.guidance_scale", f"is given to the model; must be 1 to {largest:g}, which it learns"
+        start, end = config.sampling.guidance_interval
+        if largest and not start <= 0.5 <= end:
+            yield "sampling.guidance_interval", "is given to the model; must contain 0.5, as all that it learns"
         if largest and config.sampling.negative_prompt:
             yield "sampling.negative_prompt", f"has no effect: {name} gives guidance to the model; leave it out"
 

@@ -176,6 +176,12 @@ class Heun(Sampler):
         return x
 
 
+def is_guided(t: float, interval: tuple[float, float]) -> bool:
+    """Whether t is in a closed interval; its ends are steps of a grid, which rounding moves."""
+    low, high = interval
+    return low - 1e-9 <= t <= high + 1e-9
+
+
 def guided_prediction(
     model: nn.Module,
     *,
@@ -196,14 +202,13 @@ def guided_prediction(
         guidance_channels: guide only the first n channels, as the official DiT does (3); None guides those of x. A
             learned variance in further channels is the conditional one.
     """
-    low, high = guidance_interval
 
     def predict(x: torch.Tensor, t: float, **scalars: float) -> torch.Tensor:
         def of_batch(value: float) -> torch.Tensor:
             return torch.full((x.shape[0],), value, dtype=torch.float32, device=x.device)  # (B,)
 
         numbers = {name: of_batch(value) for name, value in scalars.items()}
-        if not cond or guidance_scale == 1 or not low <= t <= high:
+        if not cond or guidance_scale == 1 or not is_guided(t, guidance_interval):
             return model(x, of_batch(t), {**cond, **numbers}).float()
         null = conditioning.null(cond)
         both = {key: torch.cat([cond[key], null[key]]) for key in cond}

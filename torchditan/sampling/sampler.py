@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchditan.config.options import Sampling
 from torchditan.diffusion.objectives import Objective
-from torchditan.diffusion.samplers import guided_prediction
+from torchditan.diffusion.samplers import guided_prediction, is_guided
 from torchditan.distributed.process_group import rank_and_world_size
 from torchditan.models.spec import ModelSpec, TextEmbeddings, Unconditional
 from torchditan.randomness import normal
@@ -110,8 +110,8 @@ class Sampler:
         conditioning = self.spec.conditioning
         if isinstance(conditioning, TextEmbeddings):
             conditioning = conditioning.with_guidance(sampling.embedded_guidance)
-            if negative is not None:
-                conditioning = conditioning.with_null(self._on_device(negative))
+            assert negative is not None
+            conditioning = conditioning.with_null(self._on_device(negative))
         batch = self._on_device({**drawing.conditions_of(numbers), "index": torch.arange(len(numbers))})
         predict = guided_prediction(
             model,
@@ -155,8 +155,7 @@ class Sampler:
         self.objective.sample(predict, noise, sampling=sampling, step_noise=lambda step: noise)
         if isinstance(self.spec.conditioning, Unconditional) or self._guidance_scale(sampling) == 1:
             return len(timesteps)
-        low, high = self._guidance_interval(sampling)
-        return len(timesteps) + sum(low <= t <= high for t in timesteps)
+        return len(timesteps) + sum(is_guided(t, self._guidance_interval(sampling)) for t in timesteps)
 
     def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}

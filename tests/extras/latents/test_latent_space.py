@@ -24,6 +24,7 @@ from torchditan.datasets import build_dataset
 from torchditan.errors import ConfigError
 from torchditan.extras.evaluation.during_training import TrainingEvaluation
 from torchditan.extras.latents.latent_space import build_sample_space
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.run.reading import read_config, read_metrics
 from torchditan.sampling.grid_picture import save_grid
 
@@ -83,6 +84,21 @@ def test_a_moved_run_draws_pictures_without_its_latents(
     drawn = run_script("torchditan", "generate", "moved", "--out=grid.png", "--sampling.images_per_class=2")
     assert drawn.code == 0 and "no real images" in drawn.err
     assert is_picture(tmp_path / "grid.png")
+
+
+def test_latents_of_another_normalisation_are_not_compared_with_a_run(
+    stored_run: Path, latents: Path, tmp_path: Path
+) -> None:
+    trained = TrainedModel.open(stored_run, device="cpu")
+    assert len(trained.open_images("train")) > 0
+    others = shutil.copytree(latents, tmp_path / "others")
+    for index in others.glob("*/index.json"):
+        content = json.loads(index.read_text())
+        content["normalization"]["scale"] = [2 * value for value in content["normalization"]["scale"]]
+        index.write_text(json.dumps(content))
+    trained.config = trained.config.replace({"dataset.root_dir": str(others)})
+    with pytest.raises(ConfigError, match=r"autoencoder\.scale = .*normalised by their index"):
+        trained.open_images("train")
 
 
 def test_online_encoding_follows_the_curve_of_stored_latents_and_resumes(

@@ -65,7 +65,9 @@ def drawn(trained: TrainedModel) -> torch.Tensor:
     if trained.num_classes:
         rows = SampleRows.of_classes([0, 1], class_names=["zero", "one"])
     else:
-        rows = SampleRows(["a", "b"], [0, 1], random_condition(trained))
+        condition = random_condition(trained)
+        zeros = {name: torch.zeros_like(value[0]) for name, value in condition.items()}
+        rows = SampleRows(["a", "b"], [0, 1], condition, negative=zeros)
     with torch.no_grad():
         return trained.generate_rows(rows, samples_per_row=1, seed=0, batch_size=2)
 

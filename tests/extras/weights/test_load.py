@@ -91,6 +91,17 @@ def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
     assert torch.equal(images.unflatten(0, (2, 2)), drawn)
 
 
+def test_a_folder_that_lost_a_class_is_not_compared_with_a_run(moved: dict[str, Path], tmp_path: Path) -> None:
+    """Its labels are other numbers: a dog would stand beside "cat"."""
+    photos = write_photos(tmp_path / "photos")
+    trained = TrainedModel.open(moved["pixels"], device="cpu")
+    trained.config = trained.config.replace({"dataset.root_dir": str(photos)})
+    assert trained.open_images("train").class_names == [*CLASSES]
+    shutil.rmtree(photos / "cat")
+    with refused(f'dataset.root_dir = "{photos}"', "dog, owl, yak", "cat"):
+        trained.open_images("train")
+
+
 def test_a_run_is_found_from_another_working_directory_and_by_its_checkpoint(
     moved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

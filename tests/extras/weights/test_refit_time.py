@@ -9,7 +9,8 @@ import pytest
 import torch
 from refusals import assert_refused, refused
 
-from torchditan.extras.weights.refit_time import fit_embedder, refit_time
+from torchditan.extras.weights.refit_time import fit_embedder, open_data, refit_time, validation_loss
+from torchditan.extras.weights.trained_model import TrainedModel
 from torchditan.models.dit import DiTConfig, TimestepEmbedder
 
 
@@ -50,6 +51,17 @@ def test_what_oscillates_faster_than_the_units_is_left_out_and_reported() -> Non
     _, smooth = fit_embedder(embedder(scale=1000.0, largest_angle=6.0))
     _, rough = fit_embedder(embedder(scale=1000.0, largest_angle=1000.0))
     assert rough > 5 * smooth
+
+
+def test_the_loss_of_a_model_of_captions_reads_their_masks() -> None:
+    pytest.importorskip("wordllama")
+    trained = TrainedModel.open("scenes", device="cpu")
+    trained.config = trained.config.replace({"validation.num_images": 8})
+    job = open_data(trained)
+    seen = []
+    trained.model.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    assert validation_loss(trained, job) < 0.1
+    assert all("prompt_attention_mask" in condition for condition in seen) and seen
 
 
 def test_a_missing_run_and_a_wrong_name_are_refused(tmp_path: Path, run_script) -> None:  # type: ignore[no-untyped-def]

@@ -131,12 +131,14 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel) -> dict[So
     if trained.takes_prompts and is_other:
         right = "must be a run of model.name dit on pixels of one size; others are compared during training"
         raise ConfigError(f"{args.run} was trained on captions; {right} (docs/finetune.md, Validation)")
-    places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
     try:
-        return {
-            "train": build_dataset(config.dataset, split="train", **places),
-            "held_out": build_dataset(config.dataset, split="validation", **places),
+        datasets: dict[Source, ImageDataset] = {
+            "train": trained.open_images("train"),
+            "held_out": trained.open_images("validation"),
         }
+        if config.dataset.fingerprint not in (None, datasets["train"].fingerprint):
+            note(f"note: {config.dataset.root_dir} has other images than those of the training")
+        return datasets
     except ConfigError as error:
         if args.reference is None:
             raise
@@ -216,7 +218,7 @@ class Subject:
     def digests(self) -> dict[int, str]:
         """Of the pictures of each seed."""
         args, config = self.args, self.trained.config if self.trained is not None else Config()
-        how = [asdict(config.autoencoder), args.rounding, args.float32_matmul_precision]
+        how = [asdict(config.autoencoder), asdict(config.text_encoder), args.rounding, args.float32_matmul_precision]
         return {seed: drawing.digest(how) for seed, drawing in self.drawings.items()}
 
     @cached_property
@@ -251,7 +253,8 @@ class Subject:
 
     def parts(self, seed: int) -> SampleParts:
         """The finished samples of a seed."""
-        folder = self.folder / "parts" / f"seed-{seed}_{self.digests[seed][:12]}"
+        made_by = short_hash([self.digests[seed], git_commit()])  # another version may draw other samples
+        folder = self.folder / "parts" / f"seed-{seed}_{made_by}"
         return SampleParts(folder, len(self.drawings[seed]))
 
     def pictures(self, seed: int) -> Iterator[Pictures]:

@@ -27,7 +27,7 @@ from torchditan.distributed.process_group import Rank, init_process_group
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.weights.opening import open_model
 from torchditan.extras.weights.trained_model import TrainedModel
-from torchditan.job.prepare import prepare
+from torchditan.job.prepare import Job, prepare
 from torchditan.models.dit import TIMESTEP_FREQUENCIES, DiT, TimestepEmbedder, timestep_embedding
 from torchditan.sampling.validation import validation_losses
 
@@ -77,9 +77,10 @@ def refit_time(
     scale = trained.config.model.timestep_scale
     if scale == 1:
         raise option_error("RUN", str(source), "has model.timestep_scale 1 already; nothing to refit")
-    loss_before = validation_loss(trained) if with_data else None
+    job = open_data(trained) if with_data else None
+    loss_before = None if job is None else validation_loss(trained, job)
     model.t_embedder, relative_error = fit_embedder(model.t_embedder)
-    loss_after = validation_loss(trained) if with_data else None
+    loss_after = None if job is None else validation_loss(trained, job)
     assert weights.config is not None
     options = {**weights.config, "model": {**weights.config["model"], "timestep_scale": 1.0}}
     refitted = dataclasses.replace(weights, config=options, tensor=model.state_dict().__getitem__)
@@ -125,17 +126,23 @@ def fit_embedder(old: TimestepEmbedder) -> tuple[TimestepEmbedder, float]:
     return new, float(error / variation)
 
 
-def validation_loss(trained: TrainedModel) -> float:
-    """The validation loss of a model on the held-out images of its run, in float32 on the CPU."""
+def open_data(trained: TrainedModel) -> Job:
+    """The run's data. Raises ConfigError: it has no held-out images."""
     options = {"validation.freq": 1, "metrics.enable_sampling": False, "training.compile": False}
     job = prepare(trained.config.replace(options))
     if job is None or job.validation_dataset is None:
         raise ConfigError(f"the data of {trained.config.metrics.experiment_name} has no held-out images")
+    return job
+
+
+def validation_loss(trained: TrainedModel, job: Job) -> float:
+    """The validation loss of a model on the held-out images of its run, in float32 on the CPU."""
+    assert job.validation_dataset is not None
     init_process_group(Rank(0, 0, 1), timeout_seconds=600)
     try:
         losses = validation_losses(
             trained.model,
-            objective=validation_objective(trained.config.diffusion, trained.spec),
+            objective=validation_objective(trained.config.diffusion, job.spec),
             uniform=None,
             dataset=job.validation_dataset,
             space=job.space,

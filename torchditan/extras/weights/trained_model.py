@@ -20,8 +20,12 @@ from torch import nn
 
 from torchditan.checkpoint.weights import Kind
 from torchditan.config.loader import override
-from torchditan.config.options import Config
+from torchditan.config.options import Config, cache_folder, dataset_channels
+from torchditan.data_stream.datasets import ImageDataset
 from torchditan.data_stream.sample_space import SampleSpace
+from torchditan.data_stream.stored_latents import complete_from_index
+from torchditan.datasets import build_dataset
+from torchditan.datasets.options import Split
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.process_group import Rank
 from torchditan.errors import ConfigError, did_you_mean, option_error, some
@@ -183,9 +187,23 @@ class TrainedModel:
         at_once = self.config.metrics.sample_batch_size
         return partial(decode_with, decoder, sample_dims=len(self.sample_shape), at_once=at_once)
 
-    def real_to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
-        """Samples of the dataset (..., C, H, W) -> pictures."""
-        return samples if self.config.autoencoder.online else self.to_pixels(samples)
+    def open_images(self, split: Split) -> ImageDataset:
+        """The images of the run.
+
+        Raises:
+            ConfigError: they are not there, or have other classes or another latent space than those of the training.
+        """
+        config = self.config
+        places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
+        dataset = build_dataset(config.dataset, split=split, **places)
+        if dataset.index is not None:
+            complete_from_index(config.autoencoder, dataset.index)
+        are_named = self.class_names != [str(label) for label in range(self.num_classes)]
+        if self.num_classes and are_named and dataset.class_names != self.class_names:
+            found, trained = some(dataset.class_names), some(self.class_names)
+            right = f"has the classes {found}; must have those of the training, {trained}"
+            raise option_error("dataset.root_dir", config.dataset.root_dir, right)
+        return dataset
 
     def sample(
         self,
@@ -337,6 +355,7 @@ class TrainedModel:
             ConfigError: the weights no longer exist.
         """
         if self._initial_weights is not None:
+            cast(Any, self.model).init_weights(self.config.training.seed)  # for weights that the file lacks
             return load_initial_weights(self.model, self._initial_weights, config=self.config)
         assert self.spec.restore_published is not None
         self.spec.restore_published(self.model, self.config.training.seed)
