@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def measure(folder: Path, captions: list[str], *, seed: int, flags: list[str]) -
     """Train with one seed, draw one sample of each caption, and find the picture nearest to each."""
     name = f"captioned_{seed}"
     run = folder.parent / name
+    shutil.rmtree(run, ignore_errors=True)  # a finished run would not train again
     place = [f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={name}", f"--training.seed={seed}"]
     job = Job((*TRAIN, "captioned_folder", f"--dataset.root_dir={folder}", *place, *flags), run)
     print(f"{name}: training, log in {job.log}", flush=True)

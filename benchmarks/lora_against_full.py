@@ -78,7 +78,7 @@ def measure(flags: list[str], *, steps: int) -> dict[str, Any]:
         "times_s": times,
         "peak_memory_gib": max(record["peak_memory_gib"] for record in records),
         "tflops_per_device": statistics.median(record["tflops_per_device"] for record in records[2:]),
-        "mfu": records[-1]["mfu"],
+        "mfu": statistics.median(rates) if (rates := [r["mfu"] for r in records[2:] if r["mfu"] is not None]) else None,
         "loss_last": records[-1]["loss"],
     }
 

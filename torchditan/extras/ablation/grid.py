@@ -411,7 +411,11 @@ def load_grid(
     )
     _check_grid(grid)
     _check_keys(grid)
-    return replace(grid, axes={axis: _check_axis(axis, values) for axis, values in grid.axes.items()})
+    return replace(
+        grid,
+        axes={axis: _check_axis(axis, values) for axis, values in grid.axes.items()},
+        exclude=[{key: _check_axis(key, values) for key, values in rule.items()} for rule in grid.exclude],
+    )
 
 
 def _converted(option: Option, value: Any) -> Any:

@@ -168,7 +168,7 @@ def summary(data: Data) -> Section | None:
     rows |= {
         "steps/s": measured("steps_per_second"),
         "images/s": measured("images_per_second"),
-        "MFU, %": last("mfu"),
+        "MFU, %": [UNKNOWN if (value := run.median("mfu")) is None else number(value) for run in runs],
         "peak memory, GiB": measured("peak_memory_gib"),
         "s per sample drawn": measured("seconds_per_image"),
         "model": chosen("model.flavor"),
