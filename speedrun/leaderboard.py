@@ -144,6 +144,8 @@ def _comparison(board: Board, entry: Entry, other: str) -> str:
     is_better = lower > 0 and pairs.second_agrees
     disagrees = "" if pairs.second_agrees else f", {track.second} disagrees"
     word = "**better**" if is_better else "not better"
+    if pairs.mean < 0:
+        return f"{other}: {word}, {_gain(track, pairs.mean)[1:]} {'higher' if track.is_lower_better else 'lower'}"
     by = f"{_gain(track, pairs.mean)} {'lower' if track.is_lower_better else 'higher'}"
     return f"{other}: {word}, {by}, {_gain(track, lower)} or more{disagrees}"
 
