@@ -35,8 +35,6 @@ def check_float8(config: Float8, *, device: torch.device) -> None:
     Raises:
         ConfigError: torchao is missing, or the device has no float8 products and emulation is off.
     """
-    if not config.enable_float8_linear:
-        return
     option = "float8.enable_float8_linear"
     if importlib.util.find_spec("torchao") is None:
         raise option_error(option, True, "needs torchao; pip install 'torchditan[float8]'")
