@@ -97,6 +97,33 @@ def test_one_file_in_the_names_of_its_publisher(tmp_path):
     assert torch.equal(prediction_from(tmp_path / "sd3.safetensors", "sd3"), expected)
 
 
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [
+        ("x_block.attn.qkv.scale_weight", torch.float8_e4m3fn),  # ComfyUI
+        ("x_block.attn.qkv.weight_scale", torch.float8_e4m3fn),
+        ("x_block.attn.qkv.SCB", torch.int8),  # bitsandbytes
+        (None, torch.uint8),
+    ],
+)
+def test_one_file_of_quantized_weights_is_refused(scale, dtype, tmp_path):
+    tensors = in_names_of_stability(source("sd3")[0].state_dict(), num_layers=3)
+    prefix = "model.diffusion_model.joint_blocks.0."
+    tensors[f"{prefix}x_block.attn.qkv.weight"] = tensors[f"{prefix}x_block.attn.qkv.weight"].to(dtype)
+    if scale:
+        tensors[prefix + scale] = torch.ones(())
+    safetensors.save_file(tensors, tmp_path / "sd3.safetensors")
+    assert "quantized" in line_of(tmp_path / "sd3.safetensors")
+
+
+def test_a_whole_pipeline_may_have_a_quantized_text_encoder(tmp_path):
+    transformer, expected = source("sd3")
+    tensors = in_names_of_stability(transformer.state_dict(), num_layers=3)
+    tensors["text_encoders.t5xxl.transformer.scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    safetensors.save_file(tensors, tmp_path / "sd3.safetensors")
+    assert torch.equal(prediction_from(tmp_path / "sd3.safetensors", "sd3"), expected)
+
+
 def test_weights_stored_in_bf16_are_read_as_they_are(tmp_path):
     transformer, _ = source("wan")
     transformer.bfloat16().save_pretrained(tmp_path)

@@ -24,8 +24,12 @@ from torchditan.errors import ConfigError, option_error
 from torchditan.extras.published.base import require
 from torchditan.run.hub import fetch, is_hub_name
 
-_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
+_WHOLE_PIPELINE = "model.diffusion_model."
+"""Prefix of the transformer in files that also have its text encoders and autoencoder."""
+_PREFIXES = ("", _WHOLE_PIPELINE, "diffusion_model.", "model.", "transformer.")
 """Prefixes of the names of a transformer's tensors in files."""
+_SCALES = ("scale_weight", "weight_scale", "scaled_fp8", "SCB")
+"""Ends of the names that only quantized files have."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class PublishedWeights:
 
     def _converted(self, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         with open_file(self.path) as reader:
+            _check_not_quantized(self.path, reader)
             checkpoint = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
         if bare := _with_diffusers_names(checkpoint):
             yield from bare.items()
@@ -107,6 +112,19 @@ class PublishedWeights:
         except (KeyError, ValueError, RuntimeError, IndexError, StopIteration) as error:
             reason = f"{model_class} of diffusers cannot rename its tensors ({type(error).__name__}: {error})"
             raise option_error("model.path", str(self.path), f"is not a file of this model: {reason}") from error
+
+
+def _check_not_quantized(path: Path, reader: Any) -> None:
+    """Check that the values of a transformer are its weights. diffusers drops the scales of quantized ones.
+
+    Raises:
+        ConfigError: the file has scales or integers.
+    """
+    names = list(reader.keys())
+    for name in [name for name in names if name.startswith(_WHOLE_PIPELINE)] or names:
+        if name.endswith(_SCALES) or reader.get_slice(name).get_dtype() in ("I8", "U8"):
+            right = f"has quantized weights ({name}); must be the file of this model in bfloat16, float16 or float32"
+            raise option_error("model.path", str(path), right)
 
 
 def _names(file: Path) -> list[str]:
