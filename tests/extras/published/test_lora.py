@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
+from refusals import refused
 from safetensors.torch import save_file
 from tiny_published import blocks_of, flux_inputs, predict, seeded, tiny_flux
 
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
 from torchditan.errors import ConfigError
+from torchditan.extras.published import lora_file
 from torchditan.extras.published.flux import Flux
 from torchditan.extras.published.int8 import base_names, fill_parameter, quantize_base
 from torchditan.extras.published.lora import (
@@ -37,6 +39,7 @@ from torchditan.extras.published.lora import (
     set_active_adapters,
     without_assistant,
 )
+from torchditan.extras.published.lora_file import read_adapter
 from torchditan.extras.weights.lora_export import export_lora
 
 
@@ -283,6 +286,38 @@ def test_alpha_is_found_where_other_programs_state_it(alpha: float, place: str, 
     model = with_lora(tiny_flux)
     load_assistant(model, path, table=Flux.original_layers)
     assert torch.allclose(predict(model, flux_inputs()), predict(teacher, flux_inputs()), atol=1e-5)
+
+
+LAYERS = ["layer.to_q", "layer.to_k", "layer.add_to_q"]
+
+
+def adapter_of_peft(folder: Path, alphas: dict[str, float]) -> Path:
+    """A LoRA of rank 2 whose matrices are ones, with alpha 2 for the layers that have none of their own."""
+    matrices = {"lora_A": torch.ones(2, 8), "lora_B": torch.ones(8, 2)}
+    tensors = {f"{layer}.{part}.weight": value.clone() for layer in LAYERS for part, value in matrices.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2, "alpha_pattern": alphas}))
+    return folder / "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize("end", ["to_q", "to_(q|k)", r"^layer\.to_q", "^to_q", ".*to_q", "layer.*to_q", "lay"])
+def test_a_layer_gets_the_alpha_that_peft_gives_it(end: str, tmp_path: Path) -> None:
+    from peft.utils.other import get_pattern_key
+
+    file = adapter_of_peft(tmp_path, {end: 6, "to_k": 8})
+    expected = [{end: 3.0, "to_k": 4.0}.get(get_pattern_key([end, "to_k"], layer), 1.0) for layer in LAYERS]
+    up = read_adapter(file, LAYERS, table={}, shown="LoRA").up
+    assert [up[layer][0, 0].item() for layer in LAYERS] == expected
+
+
+@pytest.mark.parametrize("end", ["(", r"(.|\w)+[!?]"])
+def test_an_expression_that_cannot_be_matched_is_refused_in_time(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_file, "_MATCH_SECONDS", 0.2)
+    long = "blocks.transformer_blocks.attention_projections.to_q"
+    with refused("LoRA", "alpha_pattern"):
+        read_adapter(adapter_of_peft(tmp_path, {end: 6}), [*LAYERS, long], table={}, shown="LoRA")
 
 
 TO_V = "transformer.transformer_blocks.0.attn.to_v"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,17 @@ from torch import Tensor
 
 from torchditan.checkpoint.safetensors_files import open_file
 from torchditan.errors import ConfigError
+from torchditan.extras.published.base import require
 from torchditan.extras.published.lora_layers import Table, original_layers, shares_of_parts, swap_shift_and_scale
 
+PEFT_CONFIG = "adapter_config.json"
+"""File of peft in the same folder as the matrices, with alpha."""
 _PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
 """Prefixes of module names in LoRA files."""
 _DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
 _UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
+_MATCH_SECONDS = 30.0
+"""Longest time for the regular expressions of a file, which a stranger may have written to take forever."""
 _OTHER_KIND = "must be one in the names of diffusers, peft, kohya or the model's publisher"
 
 
@@ -70,7 +76,7 @@ def read_adapter(
     Raises:
         ConfigError: the source is not a LoRA, or has layers that the model does not have.
     """
-    state, peft = _open(source) if isinstance(source, Path) else (source, _PeftOptions(None, {}))
+    state, peft = _open(source, layers, shown) if isinstance(source, Path) else (source, _PeftOptions(None, {}))
     known = _layers_by_stem(layers, table)
     own = {name.replace(".", "_") for name in layers}
     publishers: set[str] = set()
@@ -115,22 +121,21 @@ class _PeftOptions:
 
     alpha: float | None
     by_layer: Mapping[str, float]
-    """Alpha by the end of a layer's name."""
+    """Alpha of the layers that have their own."""
     is_over_square_root: bool = False
     """Whether the update is scaled by alpha / sqrt(rank) (rsLoRA)."""
 
     def alpha_of(self, layer: str, rank: int) -> float | None:
         """The alpha that gives the same update as alpha / rank; None if it is not stated."""
-        ends = [value for end, value in self.by_layer.items() if f".{layer}".endswith(f".{end}")]
-        alpha = ends[0] if ends else self.alpha
+        alpha = self.by_layer.get(layer, self.alpha)
         return alpha * math.sqrt(rank) if alpha is not None and self.is_over_square_root else alpha
 
 
-def _open(path: Path) -> tuple[dict[str, Tensor], _PeftOptions]:
+def _open(path: Path, layers: Sequence[str], shown: str) -> tuple[dict[str, Tensor], _PeftOptions]:
     with open_file(path) as file:
         metadata = file.metadata() or {}
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a mapping
-    beside = path.with_name("adapter_config.json")
+    beside = path.with_name(PEFT_CONFIG)
     text: str | bytes = metadata.get("lora_adapter_metadata", "{}")
     if path.name == "adapter_model.safetensors" and beside.is_file():  # as peft saves it
         text = beside.read_bytes()
@@ -138,8 +143,34 @@ def _open(path: Path) -> tuple[dict[str, Tensor], _PeftOptions]:
     found: dict[str, Any] = {}
     for prefix in ("", *_PREFIXES):
         found |= {key.removeprefix(prefix): value for key, value in stated.items() if key.startswith(prefix)}
-    by_layer = {end.lstrip("^"): value for end, value in (found.get("alpha_pattern") or {}).items()}
+    by_layer = _alphas_by_layer(found.get("alpha_pattern") or {}, layers, shown)
     return state, _PeftOptions(found.get("lora_alpha"), by_layer, bool(found.get("use_rslora")))
+
+
+def _alphas_by_layer(alphas: Mapping[str, float], layers: Sequence[str], shown: str) -> dict[str, float]:
+    """Layer -> alpha of the first regular expression that matches the end of its name, as `get_pattern_key` of peft.
+
+    Raises:
+        ConfigError: a text is not a regular expression, or matching takes longer than `_MATCH_SECONDS`.
+    """
+    found: dict[str, float] = {}
+    if not alphas:
+        return found
+    regex = require("regex")  # like re, with a time limit
+    end_time = time.monotonic() + _MATCH_SECONDS
+    for end, alpha in alphas.items():
+        try:
+            pattern = regex.compile(rf"(.*\.)?({end})$")
+            for layer in layers:
+                if layer not in found and pattern.match(layer, timeout=max(0.0, end_time - time.monotonic())):
+                    found[layer] = alpha
+        except (regex.error, RecursionError):
+            right = "which is not a regular expression; must be one, such as to_q"
+            raise ConfigError(f"{shown} has {json.dumps(end)} in alpha_pattern, {right}") from None
+        except TimeoutError:
+            right = "which takes too long to match; must be the end of a layer's name, such as to_q"
+            raise ConfigError(f"{shown} has {json.dumps(end)} in alpha_pattern, {right}") from None
+    return found
 
 
 def _layers_by_stem(layers: Sequence[str], table: Table) -> dict[str, tuple[str, ...]]:
