@@ -96,6 +96,24 @@ def test_a_lora_named_by_its_file_comes_alone() -> None:
         assert found["lora.assistant_path"] == ("some/adapter", expected)
 
 
+def test_a_lora_of_peft_comes_with_the_file_that_states_its_alpha() -> None:
+    files = ["adapter_config.json", "adapter_model.safetensors", "README.md"]
+    files += ["v2/adapter_config.json", "v2/adapter_model.safetensors"]
+    model = Model(name="z_image", flavor="Z-Image-Turbo")
+    for path, expected in (
+        ("some/adapter", [*files[:2], files[4]]),
+        ("some/adapter/adapter_model.safetensors", files[:2]),
+        ("some/adapter/v2/adapter_model.safetensors", files[3:]),
+    ):
+        found = brought(files, model=model, lora=LoRA(rank=4, assistant_path=path))
+        assert found["lora.assistant_path"] == ("some/adapter", expected)
+
+
+def test_a_model_comes_with_its_scheduler_where_another_pipeline_encodes() -> None:
+    found = brought(PIPELINE, model=Model(name="flux", path="some/turbo"), text_encoder=TextEncoder(path="some/base"))
+    assert found["model.path"][1] == [name for name in PIPELINE if name.startswith(("model_i", "sched", "transf"))]
+
+
 def test_a_single_text_encoder_brings_its_weights_once_and_its_tokenizer() -> None:
     """The root of google/flan-t5-base, with a folder of another format."""
     good = ["config.json", "model.safetensors", "special_tokens_map.json", "spiece.model", "tokenizer.json"]

@@ -51,7 +51,7 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     if config.model.name in FAMILIES:
         subfolder = family(config.model.name).subfolder
         patterns = [f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
-        add("model.path", config.model.path, [*patterns, *([] if config.text_encoder.path else whole)])
+        add("model.path", config.model.path, [*patterns, *(whole[:2] if config.text_encoder.path else whole)])
     single = FILES if config.model.name not in FAMILIES else []
     add("text_encoder.path", config.text_encoder.path, [*whole, *single])
     add("autoencoder.path", *files_of_autoencoder(config.autoencoder))

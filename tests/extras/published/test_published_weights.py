@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,29 @@ def test_damaged_and_missing_files_are_refused(saved):
     index = saved / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"proj_out.bias": "model-00001-of-00002.safetensors"}}))
     assert "has no model-00001-of-00002.safetensors" in line_of(saved)
+
+
+def test_a_folder_of_several_models_is_refused(saved):
+    file = saved / "diffusion_pytorch_model.safetensors"
+    for name in ("model.fp16.safetensors", "model.non_ema.safetensors"):
+        shutil.copy(file, saved / name)
+    assert spec_of("sd3", path=saved).build() is not None  # the plain name is read
+    file.unlink()
+    line = line_of(saved)
+    assert "model.fp16.safetensors" in line and "model.non_ema.safetensors" in line
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_a_pipeline_of_sdxl_that_predicts_no_noise_is_refused(prediction, tmp_path):
+    transformer, expected = source("sdxl")
+    transformer.save_pretrained(tmp_path / "unet")
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps({"prediction_type": prediction}))
+    if prediction == "epsilon":
+        assert torch.equal(prediction_from(tmp_path, "sdxl"), expected)
+    else:
+        with refused(f'model.path = "{tmp_path / "unet"}"', "v_prediction", "epsilon"):
+            prediction_from(tmp_path, "sdxl")
 
 
 def test_a_lora_on_the_hub_is_named_by_its_file_if_there_are_several(tmp_path, monkeypatch):

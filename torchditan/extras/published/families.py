@@ -237,12 +237,13 @@ def base_parameters(transformer: nn.Module) -> dict[str, torch.Size]:
     return {name: state[name] for name in base_names(transformer) if name not in buffers}
 
 
-def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, Any], *, path: str) -> None:
-    """Check that the folder holds a model of this family that takes a guidance scale if the flavor does.
+def _check_stored(cls: type[PublishedModel], flavor: Flavor, weights: PublishedWeights, stored: dict[str, Any]) -> None:
+    """Check that the folder holds a model of this family that takes and predicts what the flavor does.
 
     Raises:
         ConfigError: the folder holds another model.
     """
+    path = str(weights.path)
     if stored.get("_class_name", cls.model_class) != cls.model_class:
         right = f"is a {stored['_class_name']}; model.name {cls.name} needs a {cls.model_class}"
         raise option_error("model.path", path, right)
@@ -252,6 +253,9 @@ def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, A
         if bool(there) != bool(here):
             right = f"has {name} = {json.dumps(there)}, which is another flavor of {cls.name}"
             raise option_error("model.path", path, right)
+    if cls.objective == "ddpm" and (prediction := weights.prediction_type()) not in (None, "epsilon"):
+        right = f"has prediction_type {prediction} in its scheduler, which cannot be trained; must be epsilon"
+        raise option_error("model.path", path, right)
 
 
 def _sizes(
@@ -260,7 +264,7 @@ def _sizes(
     """Sizes of the flavor, updated with the weights' config.json (which may lack some), then with the overrides."""
     sizes = dict(flavor.config)
     if weights is not None and (stored := weights.config()) is not None:
-        _check_stored(cls, flavor, stored, path=str(weights.path))
+        _check_stored(cls, flavor, weights, stored)
         known = sizes_of_class(cls.model_class)  # released files have keys that diffusers no longer reads
         sizes |= {name: value for name, value in stored.items() if name in known}
     for text in overrides:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from torchditan.checkpoint.safetensors_files import open_file
 from torchditan.errors import ConfigError, option_error
 from torchditan.extras.published.base import require
+from torchditan.extras.published.lora_file import PEFT_CONFIG
 from torchditan.run.hub import fetch, is_hub_name
 
 _WHOLE_PIPELINE = "model.diffusion_model."
@@ -57,6 +58,14 @@ class PublishedWeights:
             return False
         return bool(json.loads(index.read_text(encoding="utf-8-sig")).get("is_distilled"))
 
+    def prediction_type(self) -> str | None:
+        """What the model predicts according to the scheduler of the pipeline; None without one."""
+        scheduler = self.path.parent / "scheduler/scheduler_config.json"
+        if not scheduler.is_file():
+            return None
+        prediction: str | None = json.loads(scheduler.read_text(encoding="utf-8-sig")).get("prediction_type")
+        return prediction
+
     def shapes(self) -> dict[str, torch.Size]:
         """Name -> shape of the tensors in a folder, from the headers of its files."""
         shapes: dict[str, torch.Size] = {}
@@ -85,7 +94,7 @@ class PublishedWeights:
         """The safetensors files of a folder: those listed in its index, or its only file.
 
         Raises:
-            ConfigError: the folder has no such file, or some are missing.
+            ConfigError: the folder has no such file, some are missing, or several have the same tensor.
         """
         if indices := sorted(self.path.glob("*.safetensors.index.json")):
             listed = json.loads(indices[0].read_text(encoding="utf-8-sig"))["weight_map"].values()
@@ -93,6 +102,8 @@ class PublishedWeights:
         else:
             files = sorted(self.path.glob("*.safetensors"))
             files = [file for file in files if file.name == "diffusion_pytorch_model.safetensors"] or files
+            if len(files) > 1:
+                _check_disjoint(self.path, files)
         missing = [f"no {file.name}" for file in files if not file.is_file()]
         if missing or not files:
             right = f"has {'no .safetensors file' if not files else missing[0]}; {HOW_TO_GET}"
@@ -125,6 +136,16 @@ def _check_not_quantized(path: Path, reader: Any) -> None:
         if name.endswith(_SCALES) or reader.get_slice(name).get_dtype() in ("I8", "U8"):
             right = f"has quantized weights ({name}); must be the file of this model in bfloat16, float16 or float32"
             raise option_error("model.path", str(path), right)
+
+
+def _check_disjoint(folder: Path, files: list[Path]) -> None:
+    """Check that the files are parts of one model, not several models."""
+    origins: dict[str, Path] = {}
+    for file in files:
+        for name in _names(file):
+            if (other := origins.setdefault(name, file)) is not file:
+                right = f"has {name} in {other.name} and in {file.name}; give one of these files as --model.path"
+                raise option_error("model.path", str(folder), right)
 
 
 def _names(file: Path) -> list[str]:
@@ -166,7 +187,7 @@ def find_published(path: str, *, subfolder: str) -> PublishedWeights:
     Raises:
         ConfigError: they do not exist or cannot be downloaded.
     """
-    patterns = ["model_index.json", f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
+    patterns = ["model_index.json", "scheduler/*", f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
     local = fetch(path, patterns=patterns, what=f"{subfolder}/", option="model.path")
     if local.is_file():
         if local.suffix != ".safetensors":
@@ -208,12 +229,13 @@ def find_lora(path: str) -> Path:
 
 
 def place_of_lora(path: str) -> tuple[str, list[str]]:
-    """(local path or hub name, patterns of its files). A hub name may name a file: `owner/name/file.safetensors`."""
+    """(local path or hub name, patterns of its files). A hub name may name a file: `owner/name/file.safetensors`, which
+    then is the first pattern."""
     owner, _, rest = path.partition("/")
     name, _, file = rest.partition("/")
     if file and is_hub_name(f"{owner}/{name}"):
-        return f"{owner}/{name}", [file]
-    return path, ["*.safetensors"]
+        return f"{owner}/{name}", [file, str(PurePosixPath(file).with_name(PEFT_CONFIG))]
+    return path, ["*.safetensors", PEFT_CONFIG]
 
 
 def check_names(expected: dict[str, torch.Size], found: dict[str, torch.Size], *, path: str) -> None:
