@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import tiny_pipelines
 import torch
 from debugmodels import spec_of
 
+from torchditan.extras.captions.encode import PipelineEncoders
 from torchditan.extras.published.families import family
 
 diffusers = pytest.importorskip("diffusers")
@@ -101,6 +103,16 @@ def test_sdxl_has_zeros_for_the_empty_caption_where_its_pipeline_has():
         pipeline.register_to_config(force_zeros_for_empty_prompt=zeros)
         for value in encoded("sdxl", pipeline, CAPTIONS).values():
             assert value.flatten(1).any(1).tolist() == [True, not zeros, True]
+
+
+def test_embeddings_of_another_empty_caption_are_not_used(tmp_path):
+    """The identity is that of earlier versions where the empty caption is as published."""
+    options = {"pipeline_class": "StableDiffusionXLPipeline", "max_length": 77, "dtype": torch.float32}
+    found = []
+    for index in ({}, {"force_zeros_for_empty_prompt": True}, {"force_zeros_for_empty_prompt": False}):
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        found.append(PipelineEncoders(family("sdxl"), tmp_path, memory=tmp_path / "memory", **options).identity)
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("is_dev", [False, True])
