@@ -198,6 +198,28 @@ def test_the_autoencoder_is_the_one_of_the_run(flux: Weights, base: Path, tmp_pa
     assert folder_of(tmp_path / "out/vae") == folder_of(other) != folder_of(base / "vae")
 
 
+def test_only_the_encoders_are_those_of_the_pipeline_that_encodes(flux: Weights, base: Path, tmp_path: Path) -> None:
+    """Such as Z-Image-Turbo with the encoders of Z-Image."""
+    other = shutil.copytree(base, tmp_path / "other")
+    for part in ("scheduler", "text_encoder"):
+        (other / part / "mark").touch()
+    assert export(with_options(flux, **{"text_encoder.path": str(other)}), tmp_path / "out").left_out is None
+    for part, origin in (("scheduler", base), ("text_encoder", other)):
+        assert folder_of(tmp_path / "out" / part) == folder_of(origin / part)
+
+
+@pytest.mark.parametrize(("shift", "is_whole"), [(0.1159, True), (0.0, False)])
+def test_a_run_with_its_own_normalization_is_no_whole_pipeline(
+    shift: float, is_whole: bool, flux: Weights, base: Path, tmp_path: Path
+) -> None:
+    """diffusers decodes with the values of the autoencoder's own config.json."""
+    options = {"name": "diffusers", "path": str(base), "shift": [shift], "scale": [0.3611]}
+    own = with_options(flux, **{f"autoencoder.{name}": value for name, value in options.items()})
+    left_out = export(own, tmp_path / "out").left_out
+    assert (left_out is None) == is_whole
+    assert is_whole or "autoencoder.shift" in left_out
+
+
 def test_a_folder_that_cannot_be_created_and_a_lora_are_refused(flux: Weights, zoo: Zoo, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused(str(tmp_path), "exists", "another name"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +24,10 @@ from torch import Tensor
 from torchditan.checkpoint.safetensors_files import TensorToWrite, write_weights
 from torchditan.checkpoint.weights import Weights
 from torchditan.config.loader import from_dict
-from torchditan.config.options import Config
+from torchditan.config.options import Autoencoder, Config
 from torchditan.errors import ConfigError, option_error
+from torchditan.extras.autoencoders.published import open_published
+from torchditan.extras.captions.encode import TEXT_PARTS
 from torchditan.extras.published.base import build_transformer
 from torchditan.extras.published.families import PublishedModel, family
 from torchditan.extras.published.stored_weights import find_published
@@ -167,18 +169,15 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
     place = config.text_encoder.path or config.model.path
     if place is None:
         return "the run started from random weights, without a pipeline"
-    try:
-        folder = fetch(place, patterns=[INDEX_FILE], what=INDEX_FILE, option="model.path")
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8-sig"))
-        found = index.get("_class_name")
-    except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
-        return f"{place} has no {INDEX_FILE}"
-    if found != pipeline_class:
-        return f"{place} is a {found}"
+    encoders = _open_index(place, pipeline_class)
+    if isinstance(encoders, str):
+        return encoders
+    opened = encoders if config.model.path is None else _open_index(config.model.path, pipeline_class)
+    folder, index = encoders if isinstance(opened, str) else opened
     names = [
         name for name, value in index.items() if isinstance(value, list) and value and value[0] and name != subfolder
     ]
-    folders = {name: folder / name for name in names}
+    folders = {name: (encoders[0] if name.startswith((*TEXT_PARTS, "vae")) else folder) / name for name in names}
     own_vae = config.autoencoder.path
     if "vae" in folders and own_vae is not None and own_vae != place:
         try:
@@ -186,5 +185,34 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
         except ConfigError:
             return f"{own_vae} is not on this machine"
         folders["vae"] = vae / "vae" if (vae / "vae/config.json").is_file() else vae
-    missing = [name for name, path in folders.items() if not path.is_dir()]
-    return f"{folder} has no {missing[0]}/" if missing else _OtherParts(folder / INDEX_FILE, folders)
+    missing = [path for path in folders.values() if not path.is_dir()]
+    if missing:
+        return f"{missing[0].parent} has no {missing[0].name}/"
+    differs = _own_normalization(folders["vae"], config.autoencoder) if "vae" in folders else None
+    return differs or _OtherParts(folder / INDEX_FILE, folders)
+
+
+def _open_index(place: str, pipeline_class: str) -> tuple[Path, dict[str, Any]] | str:
+    """The folder of a pipeline of this class and its model_index.json, or what it is instead."""
+    try:
+        folder = fetch(place, patterns=[INDEX_FILE, "scheduler/*"], what=INDEX_FILE, option="model.path")
+        index: dict[str, Any] = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8-sig"))
+        found = index.get("_class_name")
+    except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
+        return f"{place} has no {INDEX_FILE}"
+    return (folder, index) if found == pipeline_class else f"{place} is a {found}"
+
+
+def _own_normalization(vae: Path, section: Autoencoder) -> str | None:
+    """How the shift and scale of the run differ from those of the autoencoder in this folder, which diffusers uses."""
+    if section.shift is None or section.scale is None:  # a run without an autoencoder
+        return None
+    published = replace(section, path=str(vae), shift=None, scale=None)
+    try:
+        opened = open_published(published, device=torch.device("cpu"), image_channels=None)
+    except ConfigError as error:
+        return str(error)
+    for theirs, ours in ((opened.shift, section.shift), (opened.scale, section.scale)):
+        if theirs is None or not torch.allclose(theirs, torch.tensor(ours).expand_as(theirs)):
+            return "the run has another autoencoder.shift or autoencoder.scale than the pipeline's autoencoder"
+    return None
