@@ -292,8 +292,8 @@ def test_the_card_has_the_figures_of_the_same_step_weights_and_sampling_options(
     copied = Path(shutil.copytree(run, tmp_path / "run"))
     own = sampling_settings(from_dict(read_config(copied)["config"]).sampling)
 
-    def card_md(name: str) -> str:
-        share(copied, tmp_path / name, statements=Statements(), with_samples=False)
+    def card_md(name: str, **options: Any) -> str:
+        share(copied, tmp_path / name, statements=Statements(), with_samples=False, **options)
         assert not (tmp_path / name / "samples.png").exists()
         return (tmp_path / name / "README.md").read_text()
 
@@ -310,6 +310,7 @@ def test_the_card_has_the_figures_of_the_same_step_weights_and_sampling_options(
     write_card(copied / "evaluation/this", card(step=2, created="2020-01-01T00:00:00+00:00", sampling=own))
     text = card_md("shared")
     assert "95% interval" in text and "samples.png" not in text and "3 x 2,600 samples" in text and "1,234" not in text
+    assert "bfloat16" not in text and "bfloat16" in card_md("rounded", dtype=torch.bfloat16)
     assert "- time:" in text and "9.0 hours" not in text and "outputs/quickstart" not in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
     stated = {name.strip("`"): value for name, value in rows}

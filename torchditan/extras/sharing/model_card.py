@@ -47,7 +47,7 @@ class Statements:
 
 
 def model_card(
-    weights: Weights, statements: Statements, *, public: Mapping[str, Any], files: Path, name: str
+    weights: Weights, statements: Statements, *, public: Mapping[str, Any], files: Path, name: str, dtype: str
 ) -> tuple[str, list[str]]:
     """The text of README.md, and what it lacks.
 
@@ -56,6 +56,7 @@ def model_card(
         public: config.json of the folder.
         files: the folder with all other files.
         name: of the folder.
+        dtype: of the weights in the folder: float32 or bfloat16.
     """
     config, place = public["config"], statements.place
     model, dataset = config["model"], config["dataset"]
@@ -94,7 +95,7 @@ images = model.sample({"classes=[0, 1], " if len(weights.class_names) > 1 else "
 - classes: {_classes(weights.class_names)}
 - origin and licence: {statements.data_license or _NOT_STATED}""",
         _training(weights, public),
-        _figures(evaluation, config["sampling"]) if evaluation else _no_figures(evaluate),
+        _figures(evaluation, config["sampling"], dtype=dtype) if evaluation else _no_figures(evaluate),
         _licences(statements),
         f"""## Limits
 
@@ -180,10 +181,11 @@ def _training(weights: Weights, public: Mapping[str, Any]) -> str:
 - code: {versions}, commit {_code(weights.git_commit)}"""
 
 
-def _figures(card: Card, public: Mapping[str, Any]) -> str:
+def _figures(card: Card, public: Mapping[str, Any], *, dtype: str) -> str:
     against = {"train": "training images", "held_out": "held-out images", "file": "a file of reference images"}
     how = "" if card.reference is None else f", against {against[card.reference.source]}"
-    known = settings_of(card)
+    evaluated, known = card.precision.split(",")[0], settings_of(card)
+    rounding = "" if evaluated == dtype else f" They are of the weights in {evaluated}; the file here has {dtype}."
     settings = {name.removeprefix("options."): known[name] for name in _EVALUATION if name in known}
     settings |= {
         f"sampling.{name}": value if value == public[name] else "not public" for name, value in card.sampling.items()
@@ -193,7 +195,7 @@ def _figures(card: Card, public: Mapping[str, Any]) -> str:
 
 {table(card)}
 
-{len(card.seeds)} x {card.num_samples:,} samples{how}. Training again with another seed changes them further.
+{len(card.seeds)} x {card.num_samples:,} samples{how}. Training again with another seed changes them further.{rounding}
 
 All options that change the figures:
 

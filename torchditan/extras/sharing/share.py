@@ -74,7 +74,7 @@ def share(
         is_ours = is_shared(found) or bool(splits_of(found))
         return overwrite and is_ours and (found / CARD_FILE).is_file() and found.resolve() != source.resolve()
 
-    name = folder.resolve().name
+    name, dtype_name = folder.resolve().name, str(dtype).removeprefix("torch.")
     with new_folder(folder, replace=is_replaced) as new:
         if splits_of(source):
             indices, notes = link_latents(source, new)
@@ -82,9 +82,9 @@ def share(
             text = latents_card(indices, statements, name=name)
         else:
             weights = open_model(source, step=step, kind=kind)
-            what = f"{weights.kind} weights of step {weights.step}, {str(dtype).removeprefix('torch.')}"
+            what = f"{weights.kind} weights of step {weights.step}, {dtype_name}"
             description, notes = _write_model(weights, new, dtype=dtype, with_samples=with_samples)
-            text, lacks = model_card(weights, statements, public=description, files=new, name=name)
+            text, lacks = model_card(weights, statements, public=description, files=new, name=name, dtype=dtype_name)
             notes += lacks
         write_file(new / CARD_FILE, text.encode())
     return what, notes
