@@ -22,6 +22,7 @@ from torch import nn
 
 from torchditan.extras.published.base import Flavor, PublishedModel
 from torchditan.extras.published.lora_layers import QKV, with_prefixes
+from torchditan.models.dit import patchify, unpatchify
 from torchditan.models.spec import Condition, TensorSpec
 
 _SIZES = {
@@ -122,7 +123,7 @@ class ZImage(PublishedModel):
         ends = lengths + -lengths % _MULTIPLE  # (B,): lengths of the padded captions
         time = model.t_embedder((1 - noise_level) * model.t_scale)  # (B, 256)
 
-        image = _pad(model.all_x_embedder["2-1"](pack(x)), model.x_pad_token)  # (B, N, D)
+        image = _pad(model.all_x_embedder["2-1"](patchify(x, 2)), model.x_pad_token)  # (B, N, D)
         positions = image_positions(ends + 1, height // 2, width // 2)
         image_rotation = self._rotation(F.pad(positions, (0, 0, 0, image.shape[1] - positions.shape[1])))
         for block in model.noise_refiner:
@@ -142,7 +143,7 @@ class ZImage(PublishedModel):
         for block in model.layers:
             tokens = block(tokens, is_attended, rotation, time)
         tokens = model.all_final_layer["2-1"](tokens[:, : positions.shape[1]], time)
-        return -unpack(tokens, height, width)
+        return -unpatchify(tokens, 2, height, width)
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Cosines and sines (..., D / 2, 2) float32 of positions (..., 3)."""
@@ -189,15 +190,3 @@ def image_positions(start: torch.Tensor, rows: int, columns: int) -> torch.Tenso
     row = torch.arange(rows, device=start.device).repeat_interleave(columns)
     column = torch.arange(columns, device=start.device).repeat(rows)
     return torch.stack(torch.broadcast_tensors(start[:, None], row, column), dim=-1)
-
-
-def pack(x: torch.Tensor) -> torch.Tensor:
-    """Pack neighbouring 2 x 2 cells into one token: (B, C, H, W) -> (B, H W / 4, 4 C), channels last in a token."""
-    cells = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # (B, C, H / 2, 2, W / 2, 2)
-    return cells.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-
-
-def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The inverse of `pack`: (B, N, 4 C) -> (B, C, height, width)."""
-    cells = tokens.unflatten(2, (2, 2, -1)).unflatten(1, (height // 2, width // 2))
-    return cells.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
