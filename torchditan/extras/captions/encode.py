@@ -155,9 +155,8 @@ class PipelineEncoders(TextEncoder):
         parts = [path for path in sorted(folder.iterdir()) if path.is_dir() and path.name.startswith(TEXT_PARTS)]
         identities = [f"{path.name} {identity_of_files(path, memory=memory)}" for path in parts]
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8-sig"))
-        if (
-            index.get("force_zeros_for_empty_prompt") is False
-        ):  # true, as published, adds nothing: old caches stay valid
+        # True, as in the published pipelines, adds nothing, so that existing caches stay valid.
+        if index.get("force_zeros_for_empty_prompt") is False:
             identities.append("force_zeros_for_empty_prompt false")
         self.identity = hash_of(pipeline_class, str(max_length), str(dtype), *identities)[:16]
 

@@ -25,7 +25,7 @@ _PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
 _DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
 _UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
 _MATCH_SECONDS = 30.0
-"""Longest time for the regular expressions of a file, which a stranger may have written to take forever."""
+"""Longest time for the regular expressions of a file, which may be written to take forever."""
 _OTHER_KIND = "must be one in the names of diffusers, peft, kohya or the model's publisher"
 
 
@@ -164,11 +164,9 @@ def _alphas_by_layer(alphas: Mapping[str, float], layers: Sequence[str], shown: 
             for layer in layers:
                 if layer not in found and pattern.match(layer, timeout=max(0.0, end_time - time.monotonic())):
                     found[layer] = alpha
-        except (regex.error, RecursionError):
-            right = "which is not a regular expression; must be one, such as to_q"
-            raise ConfigError(f"{shown} has {json.dumps(end)} in alpha_pattern, {right}") from None
-        except TimeoutError:
-            right = "which takes too long to match; must be the end of a layer's name, such as to_q"
+        except (regex.error, RecursionError, TimeoutError) as error:
+            why = "takes too long to match" if isinstance(error, TimeoutError) else "is not a regular expression"
+            right = f"which {why}; must be the end of a layer's name, such as to_q"
             raise ConfigError(f"{shown} has {json.dumps(end)} in alpha_pattern, {right}") from None
     return found
 
