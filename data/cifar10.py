@@ -19,7 +19,7 @@ from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import open_hub
 from torchditan.datasets.images import to_sample
 from torchditan.datasets.options import NEEDS, Split, existing_path, photo_channels, refuse
-from torchditan.datasets.splits import part_of_file, walk
+from torchditan.datasets.splits import describe_parts, divide_files, walk
 from torchditan.datasets.tables import TableImages, read_parquet
 from torchditan.errors import ConfigError, option_error
 
@@ -69,11 +69,11 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
     if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
         root = root / "cifar-10-batches-bin"
     if root.is_dir():
-        parquet = [root.joinpath(*parts, name) for parts, names in walk(root) for name in names]
+        names = ["/".join((*parts, name)) for parts, found in walk(root) for name in found]
     else:
-        parquet = [root]
-    if parquet := [path for path in parquet if path.suffix == ".parquet"]:
-        return _read_parquet(config, parquet, split=split, channels=channels)
+        root, names = root.parent, [root.name]
+    if parquet := [name for name in names if name.endswith(".parquet")]:
+        return _read_parquet(config, root, parquet, split=split, channels=channels)
     pattern = "test_batch*.bin" if split == "validation" else "data_batch_*.bin"
     files = sorted(root.glob(pattern))
     if not files:
@@ -98,15 +98,16 @@ def _nothing_found(root: Path, pattern: str) -> ConfigError:
     return option_error("dataset.root_dir", str(root), right)
 
 
-def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> TableImages:
-    """Test and held-out files, by their names, are the validation split. A single file is only for training."""
-    held_out = [path for path in files if part_of_file(path.name) in ("validation", "test")]
-    chosen = held_out if split == "validation" else [path for path in files if path not in held_out] or files
+def _read_parquet(config: options.Dataset, root: Path, names: list[str], *, split: Split, channels: int) -> TableImages:
+    """Test and held-out files, by their names and folders, are the validation split. A single file is for training."""
+    parts = divide_files(names)
+    parts["validation"], parts["test"] = parts["validation"] + parts["test"], []
+    chosen = [root / name for name in (parts["validation"] if split == "validation" else parts["train"] or names)]
     if not chosen:
         raise option_error("dataset.root_dir", config.root_dir, "has no test-*.parquet for the validation images")
     tables = [read_parquet(path, shown=str(config.root_dir)) for path in chosen]
     table = import_optional("pyarrow", extra="hub").concat_tables(tables)
-    return TableImages(
+    images = TableImages(
         table,
         name="cifar10",
         where=str(chosen[0] if len(chosen) == 1 else chosen[0].parent),
@@ -115,3 +116,5 @@ def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, c
         class_names=list(CLASS_NAMES),
         sample_shape=(channels, 32, 32),
     )
+    images.reading = describe_parts(parts, what="parquet file")
+    return images

@@ -31,18 +31,28 @@ HELD_OUT_SHARE = 0.02
 
 _PARTS: dict[str, Part] = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "validation"),
+    **dict.fromkeys(("val", "valid", "validate", "validation", "dev", "eval"), "validation"),
+    **dict.fromkeys(("holdout", "heldout", "hold_out", "held_out"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-_FOLDER = re.compile(rf"(?:(.*)[-_ .])?({'|'.join(_PARTS)})(?:[-_ .]?(?:set|split|data|images))?[-_ .]?\d*")
-"""Other words of a folder's name, and that of the split."""
+_FOLDER = re.compile(
+    rf"(?:(.*)[-_ .])?({'|'.join(_PARTS)})(?:[-_ .]?(?:set|split|data|images))?[-_ .]?\d*"
+    r"(?:([ab])|[-_ .](.*?)[-_ .]?\d*)?"
+)
+"""Other words of a folder's name, that of the split, and words after it: `DIV2K_train_HR`, `trainA`."""
 _MADE_BY_SYSTEMS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"])
 
 
 def part_of(name: str) -> Part | None:
     """The part that a folder, or a split of the hub, is named after: `Train`, `val2017`, `test_set`; else None."""
     match = _FOLDER.fullmatch(name.lower())
-    return None if match is None or match[1] is not None else _PARTS[match[2]]
+    return None if match is None or _words(match) is not None else _PARTS[match[2]]
+
+
+def _words(match: re.Match[str]) -> tuple[str | None, ...] | None:
+    """The words around that of the split; None without any."""
+    words = (match[1], match[3], match[4])
+    return words if any(words) else None
 
 
 def part_of_file(name: str) -> Part | None:
@@ -60,8 +70,9 @@ class Division:
     """Divides folders into training, validation and test data, by their names.
 
     A name is that of a split if the folders next to it agree: `train/` with `test/` or alone, `test/` next to `cat/`
-    and `dog/`, `seg_train/` with `seg_test/`. A `train/` next to `plane/` is a folder of trains. Splits may be below
-    other folders (`cat/train/`), and twice in a path (`training_set/training_set/cat/`).
+    and `dog/`, `seg_train/` with `seg_test/`, `DIV2K_train_HR/` with `DIV2K_valid_HR/`. A `train/` next to `plane/` is
+    a folder of trains. Splits may be below other folders (`cat/train/`), and twice in a path
+    (`training_set/training_set/cat/`).
 
     Args:
         folders: all folders that hold data themselves. The last name of a tar or parquet file counts as one too.
@@ -71,11 +82,11 @@ class Division:
 
     def __init__(self, folders: Iterable[Parts], *, has_classes: bool) -> None:
         self.folders = sorted(set(folders))
-        groups: dict[tuple[Parts, str | None], dict[str, Part]] = defaultdict(dict)
+        groups: dict[tuple[Parts, tuple[str | None, ...] | None], dict[str, Part]] = defaultdict(dict)
         for parts in self.folders:
             for depth, name in enumerate(parts):
                 if (match := _FOLDER.fullmatch(name.lower())) is not None:
-                    groups[parts[:depth], match[1]][name] = _PARTS[match[2]]
+                    groups[parts[:depth], _words(match)][name] = _PARTS[match[2]]
         self.splits: dict[Parts, dict[str, Part]] = defaultdict(dict)
         """Folder -> the folders in it that are splits."""
         for (parent, words), children in sorted(groups.items(), key=lambda group: len(group[0][0])):
@@ -85,7 +96,7 @@ class Division:
     def _is_split(self, parent: Parts, children: dict[str, Part], *, has_words: bool, has_classes: bool) -> bool:
         found = set(children.values())
         if len(found) > 1:
-            return True
+            return not has_words or "train" in found
         is_inside = bool(self._splits_of(parent))
         if has_words and not is_inside:
             return False

@@ -110,7 +110,7 @@ class Trainer:
         self.stop_request.record = self.supervision.record_stop
         with self.recording_failures():
             if self.rank.rank == 0:
-                job.run_directory.write_status("running", step=0)
+                job.run_directory.write_status("running")
             self.connect()
             self.build()
 

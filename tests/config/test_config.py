@@ -93,6 +93,7 @@ def test_batch_size_left_to_the_command_line_is_taken_from_it(tmp_path: Path) ->
     ("flags", "option", "expected"),
     [
         (["--training.compile"], "training.compile", True),
+        (["--cache_only"], "cache.only", True),
         (["--training.compile", "true"], "training.compile", True),
         (["--training.compile", "false"], "training.compile", False),
         (["--metrics.enable_sampling=false"], "metrics.enable_sampling", False),

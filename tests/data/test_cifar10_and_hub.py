@@ -95,14 +95,15 @@ def write_parquet(path: Path, chosen: range, *, image_key: str = "img", labels: 
     rows.to_parquet(str(path))
 
 
-def test_parquet_files_with_test_in_their_name_are_validation(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "plain_text" / "train-00000-of-00001.parquet", range(5), bad=2)
-    write_parquet(tmp_path / "plain_text" / "test-00000-of-00001.parquet", range(5, 7))
+@pytest.mark.parametrize("name", ["{}-00000-of-00001.parquet", "{}/0000.parquet"])
+def test_parquet_files_of_test_data_are_validation(name: str, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "plain_text" / name.format("train"), range(5), bad=2)
+    write_parquet(tmp_path / "plain_text" / name.format("test"), range(5, 7))
     train, validation = open_cifar10(tmp_path), open_cifar10(tmp_path, "validation")
     assert (len(train), len(validation)) == (5, 2)
     assert (pixels_of(train[4]) == IMAGES[4]).all()
     assert (pixels_of(validation[1]) == IMAGES[6]).all() and validation[1]["class_label"] == LABELS[6]
-    with pytest.raises(CorruptImageError, match=r"train-00000-of-00001\.parquet, row 2: .*readable image"):
+    with pytest.raises(CorruptImageError, match=r"0000.*\.parquet, row 2: .*readable image"):
         train[2]
 
 

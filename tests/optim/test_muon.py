@@ -102,6 +102,11 @@ def test_it_takes_the_matrices_of_the_blocks_and_adamw_the_rest(
     assert num_matrices_of("blocks.0.attn.qkv.weight", (128, 64)) == 1  # grouped queries
 
 
+def test_a_model_without_a_list_of_blocks_is_refused() -> None:
+    with refused('optimizer.name = "Muon"', "blocks"):
+        build_optimizer(torch.nn.Sequential(torch.nn.Linear(4, 4)), Optimizer(name="Muon"))
+
+
 @pytest.mark.parametrize(("adjust_lr_fn", "nesterov"), [("original", True), ("match_rms_adamw", False)])
 def test_in_bfloat16_it_is_torchs_muon_on_each_matrix(adjust_lr_fn: Any, nesterov: bool) -> None:
     """After three steps from the same weights and gradients, with q, k and v as three parameters of torch's."""

@@ -13,7 +13,7 @@ import torch
 
 from torchditan.config.options import Config, cache_folder
 from torchditan.data_stream.datasets import ImageDataset, read_image
-from torchditan.data_stream.latent_index import LatentIndex
+from torchditan.data_stream.latent_index import LatentIndex, standardizing
 from torchditan.data_stream.latent_shards import LatentShards
 from torchditan.datasets import build_dataset, build_stored_latents
 from torchditan.datasets.options import Split
@@ -189,13 +189,12 @@ def preview(
                 ssims.append(ssim(decoded, images))
             advance(len(batch))
     latents = torch.cat(parts).double()  # (N, C, h, w)
-    shift, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3), correction=0)
-    scale = torch.where(std > 1e-6, 1 / std, 1.0)  # (C,)
+    shift, scale = standardizing(latents.mean((0, 2, 3)).tolist(), latents.std((0, 2, 3), correction=0).tolist())
     image_shape, latent_shape = (" x ".join(map(str, shape)) for shape in (dataset.sample_shape, latents.shape[1:]))
     similarity = f"PSNR {torch.cat(psnrs).mean():.2f} dB" + (f", SSIM {torch.cat(ssims).mean():.4f}" if ssims else "")
     lines = [f"{num_images:,} images of {dataset.name}, {image_shape} -> {latent_shape}: {similarity}"]
     for name, values in (("shift", shift), ("scale", scale)):
-        lines.append(f"autoencoder.{name} = {[float(f'{value:.6g}') for value in values.tolist()]}")
+        lines.append(f"autoencoder.{name} = {[float(f'{value:.6g}') for value in values]}")
     return "\n".join(lines)
 
 

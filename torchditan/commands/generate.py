@@ -62,6 +62,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     check_address(arguments.run)
     if arguments.out is not None:
         check_output("--out", arguments.out)
+        if arguments.out.suffix.lower() != ".png":
+            raise option_error("--out", str(arguments.out), "must be a .png")
     if arguments.original and arguments.without_lora:
         raise option_error("--original", True, "already draws the model without its LoRA; leave --without_lora out")
     return arguments, flags

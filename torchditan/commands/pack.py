@@ -50,8 +50,11 @@ def main() -> None:
 
 
 def pack_all(arguments: argparse.Namespace, config: Config) -> None:
+    import numpy as np
+
     from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
+    from torchditan.datasets.captions import CaptionedImages
     from torchditan.datasets.splits import SPLITS
     from torchditan.errors import ConfigError, option_error, printable, some
     from torchditan.extras.sharing.packing import pack
@@ -70,6 +73,9 @@ def pack_all(arguments: argparse.Namespace, config: Config) -> None:
         if dataset.index is not None:
             raise option_error("dataset.dataset_name", name, "is encoded; must be a dataset of images")
         folder = arguments.out / split
+        if isinstance(dataset, CaptionedImages) and len(dataset) > len(dataset.entries):
+            dataset.places = np.arange(len(dataset.entries))  # of copies, some would be held out
+            print(f"note: {split}: repeats are left out, each image is packed once", file=sys.stderr)
         if not skips_corrupt:
             refuse_unreadable(dataset, cache_folder=cache_folder(config))
         with report_progress(f"packing {folder}", total=len(dataset), unit="images") as advance:

@@ -347,7 +347,7 @@ def _unknown_flag(flag: str) -> ConfigError:
 
 def _from_text(option: Option, text: str | list[str]) -> Any:
     if not option.is_list:
-        return option.parse(text if isinstance(text, str) else " ".join(text))
+        return option.parse(text if isinstance(text, str) else " ".join(text or ["true"]))  # --cache_only
     if option.kind is str:
         return _texts([text] if isinstance(text, str) else text)
     words = re.split(r"[,\s]+", " ".join(text).strip("[] "))

@@ -259,4 +259,5 @@ def mean_and_std(total: np.ndarray, squares: np.ndarray, *, count: int) -> tuple
 
 def standardizing(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(shift, scale) to zero mean and unit variance; the scale of a channel without variance is 1."""
-    return tuple(mean), tuple(1 / value if value > 0 else 1.0 for value in std)
+    varies = (value > 1e-6 * max(1.0, abs(center)) for center, value in zip(mean, std, strict=True))  # beyond rounding
+    return tuple(mean), tuple(1 / value if is_known else 1.0 for value, is_known in zip(std, varies, strict=True))

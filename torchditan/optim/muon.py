@@ -46,7 +46,7 @@ def muon(
     ns_steps: Annotated[int, AtLeast(1)] = 5,
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
 ) -> list[ParameterGroup]:
-    """Muon for the weight matrices of the blocks and AdamW for the rest: embeddings, adaLN, final layer, norms, biases.
+    """Muon for the weight matrices of `blocks` and AdamW for the rest: embeddings, text blocks, adaLN, norms, biases.
 
     Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon) and Liu et al. 2025 (Moonlight, arXiv 2502.16982).
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchditan.config.options import Optimizer as OptimizerConfig
+from torchditan.errors import option_error
 from torchditan.optim.ema import local_tensor
 from torchditan.registry import OPTIMIZERS, create
 
@@ -53,13 +54,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """The optimizer of the trainable parameters; an `OptimizerParts` if its groups use several optimizers.
 
     Raises:
-        ConfigError: the optimizer needs a library that is not installed.
+        ConfigError: the optimizer needs a library that is not installed, or updates nothing itself.
     """
     groups = parameter_groups(config)
     members: list[dict[str, nn.Parameter]] = [{} for _ in groups]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members[group_of(groups, name, parameter)][name] = parameter
+    with_products = [own for group, own in zip(groups, members, strict=True) if group.update_flops is not None]
+    if with_products and not any(with_products):
+        raise option_error("optimizer.name", config.name, "finds no matrices in the model's list `blocks`")
     no_decay = parameters_without_decay(model)
     parts = [
         _build_part(group, parameters, no_decay)

@@ -134,6 +134,7 @@ class RunDirectory:
             "hardware": hardware,
             "command": sys.argv,
             "class_names": list(class_names),
+            **({"imported": stored["imported"]} if stored and "imported" in stored else {}),
         }
         write_file(self.config_path, to_json(content, indent=2))
 

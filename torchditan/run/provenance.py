@@ -14,14 +14,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torchditan
+
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Versions of Python and of `packages`; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # torchditan may run from a clone without being installed
+            # The metadata of an editable installation is as old as its `pip install`.
+            found[package] = torchditan.__version__ if package == "torchditan" else metadata.version(package)
+        except metadata.PackageNotFoundError:
             found[package] = None
     return found
 

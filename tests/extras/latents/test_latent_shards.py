@@ -21,7 +21,7 @@ from refusals import refused
 from safetensors.torch import load, save, save_file
 
 from torchditan.data_stream import latent_index
-from torchditan.data_stream.latent_index import Encoding, LatentIndex, index_to_json
+from torchditan.data_stream.latent_index import Encoding, LatentIndex, index_to_json, mean_and_std, standardizing
 from torchditan.data_stream.latent_shards import LatentShards, to_sample
 from torchditan.errors import ConfigError
 from torchditan.extras.latents.verifying import verify
@@ -350,3 +350,12 @@ def flip_last_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def test_the_scale_of_a_channel_without_variance_is_1() -> None:
+    """int8 values times a float scale leave a rounding residue in the sums."""
+    for value in range(-128, 128):
+        total, squares = np.array([value * 0.0123 * 4096]), np.array([(value * 0.0123) ** 2 * 4096])
+        mean, std = mean_and_std(total, squares, count=4096)
+        assert standardizing(mean, std)[1] == (1.0,), value
+    assert standardizing([3.0], [0.5]) == ((3.0,), (2.0,))

@@ -179,6 +179,10 @@ def test_times_are_compared_over_the_steps_that_all_reached(tmp_path: Path) -> N
     found = compared(write_run(tmp_path / "whole"), write_run(tmp_path / "part", part))
     columns = found.table[["common_step", "training_time_s", "training_time_ratio"]]
     assert columns.to_numpy().tolist() == [[10, 19.0, 1.0], [10, 9.5, 2.0]]
+    seldom = [line(step) for step in (1, 8, 16)]
+    found = compared(tmp_path / "part", write_run(tmp_path / "seldom", seldom))
+    columns = found.table[["common_step", "training_time_s", "training_time_ratio"]]
+    assert columns.to_numpy().tolist() == [[8, 8.5, 2.0], [8, 17.0, 1.0]], "a line of a later step is of more steps"
 
 
 def test_equal_steps_are_the_last_step_at_which_all_sampled(tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ def test_unreadable_images_are_named_and_leave_no_part_of_a_shard_or_are_left_ou
     assert len(members_of(Path("out/train"))) + len(members_of(Path("out/validation"))) == len(contents) - 1
 
 
+def test_an_image_that_is_shown_ten_times_is_packed_once(run_script: RunScript) -> None:
+    folder = Path("photos/10_dog")
+    folder.mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (6, 6), (60 * number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a dog")
+    assert len(open_captions("photos")) == 30
+    outcome = run_script("torchditan", "pack", "out", "--dataset.dataset_name=captions", "--dataset.root_dir=photos")
+    assert outcome.code == 0 and "repeats are left out" in outcome.err
+    assert len(open_captions("out")) == 3, "of 30 copies, one would be held out"
+
+
 def test_several_captions_and_their_weights_survive(run_script: RunScript) -> None:
     write_images(Path("photos"), 3, suffix=".png")
     rows = [

@@ -365,6 +365,10 @@ def test_shared_latents_have_no_paths(zoo: Zoo, tmp_path: Path, run_script: RunS
     original = LatentShards.open(tmp_path / "encoded/train")
     assert index.autoencoder_path is None and index.shards == original.index.shards
     assert "has no effect on latents" in refused(run_script("torchditan", "share", "encoded", "y", "--step=3"))
+    own = shutil.copytree(encoded, tmp_path / "own")
+    (own / "README.md").write_text("my latents")
+    assert "exists" in refused(run_script("torchditan", "share", "encoded", "own", "--overwrite"))
+    assert (own / "README.md").read_text() == "my latents"
     next((encoded / "train").glob("shard-*.safetensors")).unlink()
     assert ".safetensors is missing" in refused(run_script("torchditan", "share", "encoded", "z"))
 

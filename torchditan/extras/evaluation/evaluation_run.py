@@ -45,7 +45,7 @@ from torchditan.extras.evaluation.metric import Pictures, Source
 from torchditan.extras.evaluation.sample_batches import image_shape, read_images
 from torchditan.extras.evaluation.sample_parts import SampleParts, draw_pictures
 from torchditan.extras.weights.trained_model import TrainedModel
-from torchditan.registry import FAMILIES
+from torchditan.registry import FAMILIES, entry_name
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.progress import report_progress
 from torchditan.run.provenance import git_commit
@@ -281,7 +281,11 @@ class Subject:
             start += len(images)
 
     def finished_card(self, about: Mapping[str, Any]) -> Card | None:
-        """The card of the same settings that an earlier command wrote, if metrics, data and code are the same too."""
+        """The card of the same settings that an earlier command wrote, if metrics, data and code are the same too.
+        Parts of the user's own may have changed."""
+        sampler = [] if self.trained is None else [self.trained.config.sampling.sampler]
+        if any(":" in entry_name(name) for name in (*(self.args.metrics or ()), *sampler)):
+            return None
         try:
             card = read_card(self.folder)
         except ConfigError:

@@ -103,8 +103,9 @@ class Run:
         """`100`, or `15 of 100` if the run has not done all."""
         if self.steps is None:
             return "none"
+        steps = max(self.steps, self.status.get("step") or 0)  # an interrupted run logs no line for its last steps
         planned = self.options.get("training.steps", "?")
-        return f"{self.steps:,}" if self.steps == planned else f"{self.steps:,} of {planned}"
+        return f"{steps:,}" if steps == planned else f"{steps:,} of {planned}"
 
     @property
     def state(self) -> str:
@@ -238,10 +239,11 @@ def differing_settings(runs: Sequence[Run]) -> list[Setting]:
 def compared(runs: Sequence[Run]) -> pd.DataFrame:
     """One row per run: the columns of compare.csv. None where a run did not measure a value.
 
-    Training times are those of the steps that all runs reached, ratios are to the slowest run. The equal step is the
+    Training times are until the last step that all runs logged, ratios are to the slowest run. The equal step is the
     last one at which all runs have PSNR or SSIM; if no run has any, the last one that all logged.
     """
-    common = min((run.steps for run in runs if run.steps is not None), default=None)
+    of_runs = [set(run.metrics.index) for run in runs if run.steps is not None]
+    common = max(map(int, set.intersection(*of_runs)), default=None) if of_runs else None
     scored = [set(run.curve("psnr").index) | set(run.curve("ssim").index) for run in runs]
     logged = [steps for steps in (scored if any(scored) else [set(run.metrics.index) for run in runs]) if steps]
     equal = max(map(int, set.intersection(*logged)), default=None) if logged else None

@@ -14,6 +14,7 @@ from torchditan.config.loader import from_dict
 from torchditan.data_stream.latent_index import LatentIndex
 from torchditan.extras.evaluation.card import Card, cards_of_run, settings_of
 from torchditan.extras.evaluation.card_tables import columns, one_line, shown, table
+from torchditan.extras.report.labels import duration
 from torchditan.extras.sharing.shared_config import shipped_configuration
 from torchditan.registry import entry_name
 from torchditan.run.reading import read_metrics
@@ -168,6 +169,9 @@ def _training(weights: Weights, public: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in (public["versions"] or {}).items() if version)
     started = shipped_configuration(from_dict(weights.config or {}))
     how = f"The run began from `torchditan train {started}`. " if started else ""
+    if (initial := from_dict(weights.config or {}).checkpoint.initial_load_path) is not None:
+        named = f", {_code(initial)}" if initial.startswith("hub:") else ""
+        how += f"It started from the weights of another model{named}. "
     if "imported" in weights.content:
         how = "These weights were imported; how they were trained is not known here. "
     return f"""## Training
@@ -175,7 +179,7 @@ def _training(weights: Weights, public: Mapping[str, Any]) -> str:
 {how}The options are in `config.json`, without those of the machine.
 
 - hardware: {_code(hardware.get("device_name") or "not recorded")}, {devices} device(s)
-- time: {f"{seconds / 3600:.1f} hours" if seconds else "not recorded"}
+- time: {duration(seconds) if seconds else "not recorded"}
 - images seen: {weights.images_seen:,}
 - model FLOPs: {f"{flops:.2g}" if flops else "not recorded"}
 - code: {versions}, commit {_code(weights.git_commit)}"""

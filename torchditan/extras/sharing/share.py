@@ -71,8 +71,11 @@ def share(
     """
 
     def is_replaced(found: Path) -> bool:
-        is_ours = is_shared(found) or bool(splits_of(found))
-        return overwrite and is_ours and (found / CARD_FILE).is_file() and found.resolve() != source.resolve()
+        card = found / CARD_FILE
+        if not overwrite or not card.is_file() or found.resolve() == source.resolve():
+            return False
+        is_ours = card.read_text(encoding="utf-8", errors="replace").startswith(f'---\nlibrary_name: "{LIBRARY}"')
+        return is_shared(found) or (is_ours and bool(splits_of(found)))
 
     name, dtype_name = folder.resolve().name, str(dtype).removeprefix("torch.")
     with new_folder(folder, replace=is_replaced) as new:

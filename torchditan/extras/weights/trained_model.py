@@ -133,11 +133,14 @@ class TrainedModel:
         if dtype is None:
             is_half = spec.is_sampled_in_half and config.training.mixed_precision_param != "float32"
             dtype = torch.bfloat16 if is_half else torch.float32
+        for parameter in model.parameters():  # not buffers: positions need float32
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         own = {"config": opened.config, "git_commit": opened.git_commit, "run_id": opened.run_id}
         return cls(
             config=config,
             spec=spec,
-            model=model.to(dtype).eval().requires_grad_(False),
+            model=model.eval().requires_grad_(False),
             sample_shape=spec.sample_shape,
             num_classes=config.dataset.num_classes,
             step=opened.step,
