@@ -14,7 +14,6 @@ from torchditan.config.loader import from_dict
 from torchditan.data_stream.latent_index import LatentIndex
 from torchditan.extras.evaluation.card import Card, cards_of_run, settings_of
 from torchditan.extras.evaluation.card_tables import columns, one_line, shown, table
-from torchditan.extras.report.labels import duration
 from torchditan.extras.sharing.shared_config import shipped_configuration
 from torchditan.registry import entry_name
 from torchditan.run.reading import read_metrics
@@ -179,7 +178,7 @@ def _training(weights: Weights, public: Mapping[str, Any]) -> str:
 {how}The options are in `config.json`, without those of the machine.
 
 - hardware: {_code(hardware.get("device_name") or "not recorded")}, {devices} device(s)
-- time: {duration(seconds) if seconds else "not recorded"}
+- time: {f"{seconds / 3600:.2g} hours" if seconds else "not recorded"}
 - images seen: {weights.images_seen:,}
 - model FLOPs: {f"{flops:.2g}" if flops else "not recorded"}
 - code: {versions}, commit {_code(weights.git_commit)}"""
