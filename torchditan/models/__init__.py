@@ -105,10 +105,6 @@ def build_dit_spec(
         sample_shape=sample_shape,
         learn_sigma=dit_config.learn_sigma,
         num_tokens=dit_config.num_patches,
-        num_condition_tokens=(
-            dit_config.text_tokens if dit_config.text == "cross_attention" else dit_config.num_context_tokens
-        ),
-        condition_layers=_text_layers,
         features=[f"blocks.{i}" for i in range(dit_config.depth)],
         scalars=tuple(scalars),
         can_have_heads=True,
@@ -162,17 +158,6 @@ def _conditioning(config: DiTConfig) -> Conditioning:
     if config.pooled_width:
         tensors["pooled_prompt_embeds"] = TensorSpec((config.pooled_width,))
     return TextEmbeddings(tensors)
-
-
-def _text_layers(model: nn.Module) -> list[nn.Module]:
-    """The linear layers over text tokens only."""
-    ends, parts = ("text_embedder.proj", "cross_attn.kv"), {"text_blocks", "text"}
-    return [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and (name.endswith(ends) or (parts & {*name.split(".")} and "adaLN_modulation" not in name))
-    ]
 
 
 def build_model_spec(

@@ -145,16 +145,12 @@ class ModelSpec:
     """Whether the prediction has twice the channels of the sample."""
     num_tokens: int
     """Number of image tokens."""
-    num_condition_tokens: int
-    """Number of tokens that the condition adds to the sequence, or that cross-attention reads."""
     timestep_shift: float = 1.0
     """The publisher's timestep shift, for samples of this shape."""
     sampling_shift: Callable[[int], float] | None = None
     """Number of steps -> shift of the publisher's sampling. None: the shift of training."""
     sampling: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
     """Context manager to enter with the built model during sampling."""
-    condition_layers: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
-    """Linear layers over the condition's tokens only. If empty: all layers with `num_condition_tokens` input rows."""
     features: Sequence[str] = ()
     """Names for `forward(x_t, t, cond, features=names)`, which then returns their tokens (B, num_tokens, D), in the
     order in which they are computed. Empty: the model returns only its prediction."""

@@ -184,7 +184,6 @@ def spec_of(conditioning: Any) -> ModelSpec:
         sample_shape=(1, 2, 2),
         learn_sigma=False,
         num_tokens=4,
-        num_condition_tokens=0,
     )
 
 

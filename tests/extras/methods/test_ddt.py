@@ -77,13 +77,10 @@ def test_sizes_and_flops_are_those_that_are_published() -> None:
     narrow = spec_of("ddt", sample_shape=(4, 32, 32), flavor="DiT-XL", overrides=["depth=22"])
     wide = spec_of(WIDE, sample_shape=(768, 16, 16), flavor="DiT-XL", patch_size=1)
     assert count_model_flops(narrow).forward / 2e9 == pytest.approx(131.5, rel=5e-4)
-    flops = count_model_flops(wide)
-    assert flops.forward / 2e9 == pytest.approx(161.7, rel=5e-4)
+    assert count_model_flops(wide).forward / 2e9 == pytest.approx(161.7, rel=5e-4)
     with torch.device("meta"):
         model = wide.build()
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(838.6, abs=0.05)
-    encoder, per_image = 28 * 6 * 1152**2, 256 * 1152 + 1152**2  # adaLN; MLP of the timestep, whose input is data
-    assert flops.per_image == 6 * (encoder + per_image) - 2 * 256 * 1152, "the head's modulation is one per token"
 
 
 FLAGS = [

@@ -114,7 +114,6 @@ def test_example_inputs_fit_and_flops_are_counted(name, flavor):
     assert prediction.shape == (2, *spec.sample_shape)
     flops = count_model_flops(spec)
     assert 2.8 * flops.forward < flops.total < 3 * flops.forward
-    assert min(flops.per_token, flops.attention, flops.per_image, flops.per_condition) > 0
 
 
 @pytest.mark.parametrize(("name", "flavor"), MODELS)

@@ -92,7 +92,6 @@ def build_published_spec(
     num_tokens = math.prod(size // patch for size, patch in zip(sample_shape[1:], patches, strict=True))
     length = text_length or flavor.text_length
     tensors = cls.tensors(sizes, sample_shape=sample_shape, text_length=length)
-    texts = [spec.shape[0] for spec in tensors.values() if len(spec.shape) == 2]
     guides = cls.embeds_guidance and sizes.get("guidance_embeds", False)
     return ModelSpec(
         name=config.name,
@@ -105,7 +104,6 @@ def build_published_spec(
         sample_shape=sample_shape,
         learn_sigma=False,
         num_tokens=num_tokens,
-        num_condition_tokens=max(texts, default=0),
         timestep_shift=cls.shift(flavor, num_tokens=num_tokens),
         sampling_shift=cls.sampling_shift(num_tokens=num_tokens),
         is_one_graph=not cls.sets_hooks,
