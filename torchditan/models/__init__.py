@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
 
 import torchditan.config.options
 from torchditan.errors import option_error
