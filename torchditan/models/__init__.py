@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-
 import torchditan.config.options
 from torchditan.errors import option_error
 from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig, flavor_size
