@@ -223,7 +223,7 @@ def _rows(path: Path, *, where: str) -> Iterator[tuple[int, Any]]:
     except UnicodeDecodeError:
         raise SourceError(f"{where} is not UTF-8 text") from None
     if path.suffix == ".csv":
-        yield from enumerate(csv.DictReader(io.StringIO(text)), start=2)
+        yield from _csv_rows(text, where=where)
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -231,6 +231,22 @@ def _rows(path: Path, *, where: str) -> Iterator[tuple[int, Any]]:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise SourceError(f"{where}, line {number} is not JSON ({error})") from None
+
+
+def _csv_rows(text: str, *, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(io.StringIO(text), strict=True)
+    try:
+        names = [name for name in reader.fieldnames or () if name]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise SourceError(f"{where} has several columns {repeated[0]}; must be one")
+        for row in reader:
+            if None in row:
+                right = "has more columns than the header; put quotes around captions with commas"
+                raise SourceError(f"{where}, line {reader.reader.line_num} {right}")
+            yield reader.reader.line_num, row  # DictReader.line_num does not count empty lines before the row
+    except csv.Error as error:
+        right = "put quotes around the whole caption, and double those inside it"
+        raise SourceError(f"{where}: what follows line {reader.line_num} is not CSV ({error}); {right}") from None
 
 
 def refuse_bare(source: Source, *, trigger_word: str | None) -> None:
