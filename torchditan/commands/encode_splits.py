@@ -12,7 +12,7 @@ from typing import Literal, cast
 import torch
 
 from torchditan.config.options import Config, cache_folder
-from torchditan.data_stream.datasets import ImageDataset, read_image
+from torchditan.data_stream.datasets import CaptionSource, ImageDataset, read_image
 from torchditan.data_stream.latent_index import LatentIndex, standardizing
 from torchditan.data_stream.latent_shards import LatentShards
 from torchditan.datasets import build_dataset, build_stored_latents
@@ -42,6 +42,9 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
         dataset = open_dataset(config, split=split, is_asked_for=is_asked_for, is_encoded=is_encoded)
         if dataset is None:
             continue
+        if isinstance(dataset, CaptionSource) and not dataset.class_names and arguments.preview is None:
+            right = "has captions, which shards of latents do not store; train on it, which caches its latents"
+            raise option_error("dataset.dataset_name", dataset.name, right)
         if autoencoder is None:
             channels = None if is_encoded else dataset.sample_shape[0]
             with report_progress("opening the autoencoder"):

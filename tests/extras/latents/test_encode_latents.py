@@ -507,6 +507,20 @@ def test_a_mistake_is_one_line(
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
 
 
+def test_captions_are_measured_but_not_encoded_because_latents_store_none(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    flags = write_photos(tmp_path / "photos", 3)
+    for number in range(3):
+        (tmp_path / f"photos/{number}.txt").write_text("red")
+    flags[0] = "--dataset.dataset_name=captions"
+    code, _, err = run_script(*SCRIPT, "out", *flags)
+    assert code == 2
+    assert_refused(err, 'dataset.dataset_name = "captions"', ["train"])
+    assert run_script(*SCRIPT, "out", *flags, "--preview=3").code == 0
+    assert not (tmp_path / "out").exists()
+
+
 def earth_command(out: Path) -> list[str]:
     flags = ["--dataset.dataset_name=earth", "--autoencoder.name=haar", "--split=train", "--shard_size=64"]
     return [*SCRIPT, str(out), *flags, "--dataset.num_workers=0", "--batch_size=8"]
