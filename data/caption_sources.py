@@ -151,6 +151,8 @@ def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[
 
 def _captions_of(shard: Shard, caption_key: str) -> dict[str, Captions]:
     captions: dict[str, Captions] = {}
+    origins: dict[tuple[str, bool], tuple[str, Captions]] = {}
+    """(key, whether it is JSON) -> the first member with captions, and these."""
     by_kind = sorted(((kind_of(suffix), suffix) for suffix in shard.members), key=lambda pair: pair[0] != ".json")
     for kind, suffix in by_kind:  # .json first, so that texts replace it
         members = shard.members[suffix]
@@ -159,14 +161,21 @@ def _captions_of(shard: Shard, caption_key: str) -> dict[str, Captions]:
             where = f"{stem}{suffix}"
             if kind in CAPTION_SUFFIXES:
                 content = text.encode("utf-8", "surrogateescape")
-                captions[stem] = Captions((decode(content, where=where),))
+                found = Captions((decode(content, where=where),))
             elif kind == ".json":
                 try:
                     row = json_object(text)
                 except ValueError as error:
                     raise SourceError(f"{where} is not a JSON object ({error})") from None
-                if row.get(caption_key) is not None:
-                    captions[stem] = captions_in(row, caption_key, where=where)
+                if row.get(caption_key) is None:
+                    continue
+                found = captions_in(row, caption_key, where=where)
+            else:
+                continue
+            first, known = origins.setdefault((stem, kind == ".json"), (where, found))
+            if known != found:
+                raise SourceError(f"{first} and {where} differ; keep one of them")
+            captions[stem] = found
     return captions
 
 

@@ -232,8 +232,14 @@ def _rows_of(shard: Shard, label_key: str | None, suffixes: Set[str]) -> list[_R
 
 
 def _read_labels(shard: Shard, label_key: str | None) -> tuple[dict[int, int], dict[int, str]]:
-    """Number of a key -> its label, and of those that have an invalid one, the reason."""
+    """Number of a key -> its label, and of those that have an invalid one, the reason.
+
+    Raises:
+        ConfigError: a key has two .cls members, or two .json, with different labels.
+    """
     labels: dict[int, int] = {}
+    found: dict[tuple[int, str], tuple[str, int]] = {}
+    """(key, kind) -> the suffix of its first member with a label, and this label."""
     problems: dict[int, str] = {}
     for kind, suffix in sorted(((kind_of(suffix), suffix) for suffix in shard.members), reverse=True):
         members = shard.members[suffix]
@@ -247,6 +253,11 @@ def _read_labels(shard: Shard, label_key: str | None) -> tuple[dict[int, int], d
                 continue
             if type(label) is int and abs(label) < 2**62:
                 labels[key] = label
+                first, known = found.setdefault((key, kind), (suffix, label))
+                if known != label:
+                    name = f"{shard.place.name}/{shard.keys[key]}"
+                    right = f"{name}{first} and {name}{suffix} have different labels; keep one of them"
+                    raise option_error("dataset.root_dir", str(shard.place.file), right)
             elif label is not None:
                 problems[key] = f"its label is {json.dumps(label)[:40]}, not an integer"
     return labels, problems

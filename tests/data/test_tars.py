@@ -226,6 +226,19 @@ def test_two_images_of_one_key_are_refused(tmp_path: Path) -> None:
         open_tars(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("a.cls", "a.alt.cls"), ("a.fine.cls", "a.coarse.cls"), ("a.json", "a.meta.json")]
+)
+def test_two_labels_of_one_key_are_refused_unless_they_are_equal(first: str, second: str, tmp_path: Path) -> None:
+    one, two = ("1", "7") if first.endswith("cls") else ('{"label": 1}', '{"label": 7, "score": 2}')
+    write_tar(tmp_path / "a.tar", {"a.png": encode(1), first: one, second: two})
+    with refused(f'dataset.root_dir = "{tmp_path}/a.tar"', f"a.tar/{first}", f"a.tar/{second}"):
+        open_tars(tmp_path)
+    write_held_out(tmp_path)
+    write_tar(tmp_path / "a.tar", {"a.png": encode(1), first: one, second: one, "b.png": encode(2), "b.x.cls": "2"})
+    assert open_tars(tmp_path).class_labels.tolist() == [1, 2]
+
+
 def open_captions(root: Path | str, split: Any = "train", **options: Any) -> Any:
     return open_tars(root, split, dataset_name="captions", **options)
 
@@ -244,6 +257,18 @@ def test_what_captions_lack_is_refused_or_skipped(tmp_path: Path) -> None:
     assert "0.tar/c has no image" in line and "0.tar/b.png has no caption" in line
     with refused(f'dataset.root_dir = "{tmp_path}/2.tar"', "2.tar/a.json", "JSON"):
         open_captions(write_tar(tmp_path / "2.tar", {"a.png": encode(1), "a.json": "no"}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("a.txt", "a.orig.txt"), ("a.txt", "a.caption"), ("a.json", "a.meta.json")]
+)
+def test_two_captions_of_one_key_are_refused_unless_they_are_equal(first: str, second: str, tmp_path: Path) -> None:
+    one, two = ("a", "b") if first.endswith("txt") else ('{"text": "a"}', '{"text": "b"}')
+    write_tar(tmp_path / "a.tar", {"a.png": encode(1), first: one, second: two})
+    with refused(f'dataset.root_dir = "{tmp_path}"', f"a.tar/{first}", f"a.tar/{second}"):
+        open_captions(tmp_path)
+    write_tar(tmp_path / "a.tar", {"a.png": encode(1), first: one, second: one})
+    assert open_captions(tmp_path).captions == ["a"]
 
 
 @pytest.mark.parametrize("kept", [True, False])
