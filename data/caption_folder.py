@@ -63,10 +63,16 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
     is_divided = bool(by_part["validation"])
     chosen = [parts for parts in names if part_of[parts] == (split if is_divided else "train")]
     from_files = config.caption_from == "files"
+    inside = {  # of a folder of frames, the folder that it lies in
+        name: division.place(parts)[1][: -1 if isinstance(content, Frames) else None]
+        for parts in names
+        for _, name, content in pictures[parts]
+    }
+    repeats = {name: _repeats(folders) for name, folders in inside.items()}
     tables = [(parts, name) for parts in names for name in METADATA_FILES if from_files and name in names[parts]]
     listed: dict[str, Entry] = {}
     for parts, name in tables:
-        found = _read_metadata(root, parts, name, pictures=pictures, config=config)
+        found = _read_metadata(root, parts, name, pictures=pictures, repeats=repeats, config=config)
         if taken := sorted(found.keys() & listed.keys()):
             raise SourceError(f"{taken[0]} is listed in two metadata files; keep one of them")
         listed |= found
@@ -80,9 +86,8 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
     else:
         captions = {stem: Captions((_words(stem),)) for stem, _, _ in own}
     others = [_join(parts, name) for parts in free for name in names[parts]]
-    inside = {name: division.place(parts)[1] for parts in free for _, name, _ in pictures[parts]}
     entries = [
-        dataclasses.replace(entry, repeats=_repeats(inside[entry.name]))
+        dataclasses.replace(entry, repeats=repeats[entry.name])
         for entry in pair(own, captions, is_video=is_video, others=others)
     ]
     entries += [listed[name] for parts in chosen for _, name, _ in pictures[parts] if name in listed]
@@ -96,6 +101,11 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
     reading = describe_parts(by_part, what=kind_word(is_video))
     if files := sorted(name for name in read if suffix_of(name) in _HOLD_CAPTIONS):
         reading.insert(0, f"captions from {some(files)}")
+    repeated = {
+        f"{inside[each.name][0]} x {each.repeats}" for each in entries if each.repeats == repeats[each.name] > 1
+    }
+    if repeated:
+        reading.append(f"repeats: {some(sorted(repeated))}")
     unread = [_join(parts, name) for parts in chosen for name in names[parts] if _join(parts, name) not in read]
     return Source(entries, is_divided, reading, unread)
 
@@ -169,9 +179,14 @@ def _read_metadata(
     file: str,
     *,
     pictures: dict[Parts, list[Picture]],
+    repeats: dict[str, int],
     config: options.Dataset,
 ) -> dict[str, Entry]:
-    """Name -> entry of the rows `{"file_name": "a.png", "text": "a dog", "repeats": 2}` of a metadata file."""
+    """Name -> entry of the rows `{"file_name": "a.png", "text": "a dog", "repeats": 2}` of a metadata file.
+
+    Args:
+        repeats: of each picture whose row has none, by name.
+    """
     is_video = config.num_frames is not None
     known = {
         unicodedata.normalize("NFC", name): (name, content) for found in pictures.values() for _, name, content in found
@@ -194,10 +209,10 @@ def _read_metadata(
         name, content = known[wanted]
         if name in entries:
             raise SourceError(f"{where}: {relative} is listed twice; use repeats to show it more often")
-        repeats = str(row.get("repeats", 1))  # the values of a CSV are texts
-        if not repeats.isdecimal() or int(repeats) < 1:
+        given = str(row.get("repeats", repeats[name]))  # the values of a CSV are texts
+        if not given.isdecimal() or int(given) < 1:
             raise SourceError(f"{where}: repeats must be an integer of at least 1")
-        entries[name] = Entry(name, content, captions, int(repeats))
+        entries[name] = Entry(name, content, captions, int(given))
     return entries
 
 

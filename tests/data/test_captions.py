@@ -53,6 +53,14 @@ def test_the_number_before_a_folder_repeats_its_images(tmp_path: Path) -> None:
     assert (dataset.class_names, dataset.horizontal_flip) == ([], False)
     assert len({dataset.content_key(index) for index in range(4)}) == 2
     assert np.concatenate(dataset.groups()).tolist() == [0, 1, 2, 3]
+    assert any("3_dog x 3" in line and "2024_trip" not in line for line in dataset.reading)
+
+
+def test_the_number_before_a_folder_counts_for_images_of_metadata_without_repeats(tmp_path: Path) -> None:
+    rows = [{"file_name": "3_dog/a.png", "text": "a"}, {"file_name": "3_dog/b.png", "text": "b", "repeats": 2}]
+    lines = "\n".join(map(json.dumps, rows))
+    files: Files = {"3_dog/a.png": encode(1), "3_dog/b.png": encode(2), "metadata.jsonl": lines}
+    assert greys(open_captions(write(tmp_path, files))) == [1, 1, 1, 2, 2]
 
 
 def test_several_captions_of_an_image_have_weights(tmp_path: Path) -> None:
@@ -158,6 +166,8 @@ def test_folders_of_numbered_frames_in_the_order_of_their_numbers(tmp_path: Path
     before = dataset.content_key(0)
     write(tmp_path, {"2_x/clip/frame3.png": encode(200)})
     assert open_captions(tmp_path, num_frames=11).content_key(0) != before
+    write(tmp_path, {"012_jump/1.png": encode(1), "012_jump.txt": "a jump"})  # a video, no folder of videos
+    assert names(open_captions(tmp_path, num_frames=1)) == ["012_jump", *["2_x/clip"] * 2]
 
 
 def test_the_trigger_word(tmp_path: Path) -> None:
