@@ -94,4 +94,7 @@ def pack_all(arguments: argparse.Namespace, config: Config) -> None:
         if skipped:
             print(f"warning: {len(skipped):,} left out: {some(skipped, most=MOST_NAMED)}", file=sys.stderr)
     kind = name if name == "captions" else "webdataset"
-    print(f"train: torchditan train CONFIG --dataset.dataset_name {kind} --dataset.root_dir {arguments.out}")
+    command = f"torchditan train CONFIG --dataset.dataset_name {kind} --dataset.root_dir {arguments.out}"
+    if kind == "webdataset" and not dataset.horizontal_flip:  # shards of pixels are mirrored by default
+        command += " --dataset.horizontal_flip false"
+    print(f"train: {command}")

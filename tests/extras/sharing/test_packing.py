@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from refusals import assert_refused
 
+from torchditan.config.loader import load_config
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets import build_dataset
@@ -189,6 +191,15 @@ def test_a_dataset_of_classes_and_captions_keeps_both_and_drawn_images_become_pn
     assert [packed[f"{i:09d}"]["cls"] for i in range(3)] == [b"0", b"1", b"0"]
     with Image.open(io.BytesIO(packed["000000000"]["png"])) as image:
         assert list(image.tobytes()) == list(range(0, 252, 7))
+
+
+def test_the_printed_command_mirrors_only_what_the_source_mirrors(run_script: RunScript) -> None:
+    write_images(Path("photos"))
+    for flags, flips in (((f"--dataset.dataset_name={__name__}:build_named",), False), (FOLDER, None)):
+        _, _, command = pack(run_script, *flags).out.partition("train: torchditan train CONFIG ")
+        config = load_config(command.split())
+        assert (config.dataset.dataset_name, config.dataset.horizontal_flip) == ("webdataset", flips)
+        shutil.rmtree("out")
 
 
 MISTAKES: list[tuple[list[str], str, list[str]]] = [
