@@ -14,7 +14,7 @@ from torchditan.config.prompts import is_unicode
 from torchditan.datasets.encoded import Encoded, File
 from torchditan.datasets.images import HOW_TO_READ
 from torchditan.datasets.splits import suffix_of
-from torchditan.errors import is_finite_number, some
+from torchditan.errors import counted, is_finite_number, some
 
 
 class SourceError(Exception):
@@ -84,6 +84,16 @@ def decode(data: bytes, *, where: str) -> str:
     except UnicodeDecodeError:
         raise SourceError(f"{where} is not UTF-8 text") from None
     return clean(text, where=where)
+
+
+def has_lines(data: bytes) -> bool:
+    """Whether a caption file has several lines, which `decode` joins."""
+    return sum(bool(line.strip()) for line in data.splitlines()) > 1
+
+
+def describe_joined(names: list[str]) -> list[str]:
+    """A line for the user about caption files with several lines."""
+    return [f"{counted(len(names), 'caption')} of several lines, joined into one: {some(names)}"] if names else []
 
 
 def pair(

@@ -30,6 +30,8 @@ from torchditan.datasets.caption_entries import (
     SourceError,
     captions_in,
     decode,
+    describe_joined,
+    has_lines,
     kind_word,
     pair,
 )
@@ -81,10 +83,10 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
     read = {_join(parts, name) for parts, name in tables}
     if from_files:
         beside = {parts: names[parts] for parts in free}
-        captions, sidecars = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config)
+        captions, sidecars, joined = _read_sidecars(root, beside, {stem for stem, _, _ in own}, config=config)
         read |= sidecars
     else:
-        captions = {stem: Captions((_words(stem),)) for stem, _, _ in own}
+        captions, joined = {stem: Captions((_words(stem),)) for stem, _, _ in own}, []
     others = [_join(parts, name) for parts in free for name in names[parts]]
     entries = [
         dataclasses.replace(entry, repeats=repeats[entry.name])
@@ -98,7 +100,7 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
             if isinstance(content, Frames)
             else {entry.name}
         )
-    reading = describe_parts(by_part, what=kind_word(is_video))
+    reading = describe_parts(by_part, what=kind_word(is_video)) + describe_joined(sorted(joined))
     if files := sorted(name for name in read if suffix_of(name) in _HOLD_CAPTIONS):
         reading.insert(0, f"captions from {some(files)}")
     repeated = {
@@ -144,21 +146,24 @@ def _repeats(inside: Parts) -> int:
 
 def _read_sidecars(
     root: Path, names: dict[Parts, list[str]], stems: set[str], *, config: options.Dataset
-) -> tuple[dict[str, Captions], set[str]]:
-    """Name without extension -> its captions, and the names of the files that were read.
+) -> tuple[dict[str, Captions], set[str], list[str]]:
+    """Name without extension -> its captions, the names of the files that were read, and of those with several lines.
 
     A `.json` counts if it belongs to a picture and has the key `dataset.caption_key`, and there is no other file.
     """
     texts: dict[str, Captions] = {}
     objects: dict[str, Captions] = {}
     origins: dict[str, str] = {}
+    joined: list[str] = []
     normal = {unicodedata.normalize("NFC", stem) for stem in stems}
     for parts, files in names.items():
         for file in files:
             name, suffix, path = _join(parts, file), suffix_of(file), root.joinpath(*parts, file)
             stem = unicodedata.normalize("NFC", os.path.splitext(name)[0])
             if suffix in CAPTION_SUFFIXES:
-                caption = Captions((decode(path.read_bytes(), where=name),))
+                data = path.read_bytes()
+                caption = Captions((decode(data, where=name),))
+                joined += [name] * has_lines(data)
                 if texts.setdefault(stem, caption) != caption:
                     raise SourceError(f"{origins[stem]} and {name} differ; keep one of them")
                 origins[stem] = name
@@ -170,7 +175,7 @@ def _read_sidecars(
                 if row.get(config.caption_key) is not None:
                     objects[stem] = captions_in(row, config.caption_key, where=name)
                     origins.setdefault(stem, name)
-    return objects | texts, {*origins.values()}
+    return objects | texts, {*origins.values()}, joined
 
 
 def _read_metadata(

@@ -28,6 +28,8 @@ from torchditan.datasets.caption_entries import (
     captions_in,
     clean,
     decode,
+    describe_joined,
+    has_lines,
     kind_word,
     pair,
 )
@@ -112,12 +114,14 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
     others: list[str] = []
     """Members that are not read: images that this machine cannot read, and what may be captions in another form."""
     skipped: list[str] = []
+    joined: list[str] = []
     shards = find_shards(root, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
     is_divided = bool(shards.places["validation"])
     for shard in shards.open(split if is_divided else "train"):
         if shard.damage is not None:
             skipped.append(f"{shard.place.name} is {shard.damage}")
-        found = _captions_of(shard, config.caption_key)
+        found, lines = _captions_of(shard, config.caption_key)
+        joined += lines
         captions |= found
         for suffix, members in shard.members.items():
             if kind_of(suffix) in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
@@ -137,7 +141,8 @@ def _read_tars(root: str, split: Split, *, config: options.Dataset, cache_folder
             skipped += [f"{name} has no caption" for stem, name, _ in pictures if stem not in captions]
             pictures = [picture for picture in pictures if picture[0] in captions]
     names = {part: [place.name for place in places] for part, places in shards.places.items()}
-    reading = describe_parts(names, what="tar shard") + ([f"left out: {some(skipped)}"] if skipped else [])
+    reading = describe_parts(names, what="tar shard") + describe_joined(joined)
+    reading += [f"left out: {some(skipped)}"] if skipped else []
     entries = pair(pictures, captions, is_video=is_video, others=others)
     return Source(entries, is_divided, reading, others)
 
@@ -149,7 +154,9 @@ def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[
         yield stem, f"{stem}{suffix}", TarMember(shard.place.file, offset, size, damage)
 
 
-def _captions_of(shard: Shard, caption_key: str) -> dict[str, Captions]:
+def _captions_of(shard: Shard, caption_key: str) -> tuple[dict[str, Captions], list[str]]:
+    """Captions of the keys of a shard, and the names of members with several lines."""
+    joined: list[str] = []
     captions: dict[str, Captions] = {}
     origins: dict[tuple[str, bool], tuple[str, Captions]] = {}
     """(key, whether it is JSON) -> the first member with captions, and these."""
@@ -162,6 +169,7 @@ def _captions_of(shard: Shard, caption_key: str) -> dict[str, Captions]:
             if kind in CAPTION_SUFFIXES:
                 content = text.encode("utf-8", "surrogateescape")
                 found = Captions((decode(content, where=where),))
+                joined += [where] * has_lines(content)
             elif kind == ".json":
                 try:
                     row = json_object(text)
@@ -176,7 +184,7 @@ def _captions_of(shard: Shard, caption_key: str) -> dict[str, Captions]:
             if known != found:
                 raise SourceError(f"{first} and {where} differ; keep one of them")
             captions[stem] = found
-    return captions
+    return captions, joined
 
 
 def _read_tables(root: Path, names: list[str], split: Split, *, config: options.Dataset) -> Source:

@@ -63,6 +63,15 @@ def test_the_number_before_a_folder_counts_for_images_of_metadata_without_repeat
     assert greys(open_captions(write(tmp_path, files))) == [1, 1, 1, 2, 2]
 
 
+def test_captions_of_several_lines_are_joined_and_named(tmp_path: Path) -> None:
+    files: Files = {"a.png": encode(1), "a.txt": "a dog\n\nin snow", "b.png": encode(2), "b.txt": "\na cat\n"}
+    write_tar(write(tmp_path / "folder", files).parent / "shards/0.tar", files)
+    for root, name in ((tmp_path / "folder", "a.txt"), (tmp_path / "shards", "0.tar/a.txt")):
+        dataset = open_captions(root)
+        assert dataset.captions == ["a dog in snow", "a cat"]
+        assert [line.endswith(f" {name}") for line in dataset.reading if "1 caption of several lines" in line] == [True]
+
+
 def test_several_captions_of_an_image_have_weights(tmp_path: Path) -> None:
     lines = [
         {
