@@ -327,5 +327,5 @@ def _class_names(roots: set[str], num_classes: int) -> list[str]:
     for root in sorted(roots):
         text = read_text(root, CLASSES_FILE)
         if text is not None:
-            return text.splitlines()
+            return text.rstrip().splitlines()
     return [f"class {label}" for label in range(num_classes)]

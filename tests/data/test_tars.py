@@ -83,7 +83,7 @@ def test_images_and_their_labels(tmp_path: Path) -> None:
 def test_folders_of_both_splits_and_names_of_classes(tmp_path: Path) -> None:
     write_shards(tmp_path / "train")
     write_tar(tmp_path / "val" / "x.tar", {"a.webp": encode(9, suffix=".webp"), "a.cls": "1"})
-    (tmp_path / "classes.txt").write_text("cat\ndog\neel\n")
+    (tmp_path / "classes.txt").write_text("cat\ndog\neel\n\n")
     assert open_tars(tmp_path).class_names == ["cat", "dog", "eel"]
     held_out = open_tars(tmp_path, "validation")
     assert (greys(held_out), held_out[0]["class_label"], len(held_out.class_names)) == ([9], 1, 3)
