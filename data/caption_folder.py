@@ -94,6 +94,8 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
     ]
     entries += [listed[name] for parts in chosen for _, name, _ in pictures[parts] if name in listed]
     for entry in entries:
+        if entry.repeats == 0:
+            raise SourceError(f"the folder {inside[entry.name][0]}/ repeats its images 0 times; must be at least 1")
         content = entry.content
         read |= (
             {f"{entry.name}/{file.path.name}" for file in content.files}
@@ -137,11 +139,7 @@ def _words(stem: str) -> str:
 def _repeats(inside: Parts) -> int:
     """10 for `10_dog/a.png`, as kohya's scripts name folders. A year (`2024_dogs`) does not count."""
     match = re.match(r"(\d{1,3})_", inside[0]) if inside else None
-    if match is None:
-        return 1
-    if int(match[1]) == 0:
-        raise SourceError(f"the folder {inside[0]}/ repeats its images 0 times; must be at least 1")
-    return int(match[1])
+    return 1 if match is None else int(match[1])
 
 
 def _read_sidecars(
@@ -214,10 +212,10 @@ def _read_metadata(
         name, content = known[wanted]
         if name in entries:
             raise SourceError(f"{where}: {relative} is listed twice; use repeats to show it more often")
-        given = str(row.get("repeats", repeats[name]))  # the values of a CSV are texts
+        given = str(row.get("repeats", 1))  # the values of a CSV are texts
         if not given.isdecimal() or int(given) < 1:
             raise SourceError(f"{where}: repeats must be an integer of at least 1")
-        entries[name] = Entry(name, content, captions, int(given))
+        entries[name] = Entry(name, content, captions, int(given) if "repeats" in row else repeats[name])
     return entries
 
 

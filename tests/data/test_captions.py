@@ -61,6 +61,11 @@ def test_the_number_before_a_folder_counts_for_images_of_metadata_without_repeat
     lines = "\n".join(map(json.dumps, rows))
     files: Files = {"3_dog/a.png": encode(1), "3_dog/b.png": encode(2), "metadata.jsonl": lines}
     assert greys(open_captions(write(tmp_path, files))) == [1, 1, 1, 2, 2]
+    write(tmp_path, {"0_cat/c.png": encode(3), "metadata.jsonl": '{"file_name": "0_cat/c.png", "text": "c"}'})
+    with pytest.raises(ConfigError, match=r"folder 0_cat/ .*0 times"):
+        open_captions(tmp_path)
+    write(tmp_path, {"metadata.jsonl": '{"file_name": "0_cat/c.png", "text": "c", "repeats": 1}'})
+    assert greys(open_captions(tmp_path)) == [3]
 
 
 def test_captions_of_several_lines_are_joined_and_named(tmp_path: Path) -> None:
