@@ -235,9 +235,9 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
 
     reference = tmp_path / "reference.npz"
     write_images(reference, [random_images(60, seed=1)], shape=(60, 8, 8))
-    from torchditan.extras.evaluation import evaluation_run
+    from torchditan.extras.weights import trained_model
 
-    monkeypatch.setattr(evaluation_run, "build_dataset", gone)
+    monkeypatch.setattr(trained_model, "build_dataset", gone)
     card, outcome = evaluate(*FEW, "--class_balance=balanced", f"--reference={reference}")
     assert card.held_out is None and "dataset.root_dir" in outcome.err
 
