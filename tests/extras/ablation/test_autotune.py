@@ -187,7 +187,7 @@ def test_train_py_finds_the_largest_batch_under_a_memory_limit_and_trains_with_i
     world_size: int, tmp_path: Path, run_distributed: Any
 ) -> None:
     flags = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.steps=2"]
-    flags += ["--metrics.enable_sampling=false", "--metrics.log_freq=1"]
+    flags += ["--metrics.enable_sampling=false", "--metrics.log_freq=1", "--training.mixed_precision_param=float32"]
     plain = [*flags, "--training.batch_size=512", "--metrics.experiment_name=plain"]
     subprocess.run([sys.executable, str(REPOSITORY / "train.py"), *plain], cwd=tmp_path, check=True, timeout=300)
     limit = 1.25 * read_metrics(tmp_path / "outputs" / "plain")[-1]["peak_memory_gib"]  # torch alone differs by machine
