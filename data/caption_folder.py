@@ -74,7 +74,7 @@ def read_folder(root: Path, names: dict[Parts, list[str]], split: Split, *, conf
     tables = [(parts, name) for parts in names for name in METADATA_FILES if from_files and name in names[parts]]
     listed: dict[str, Entry] = {}
     for parts, name in tables:
-        found = _read_metadata(root, parts, name, pictures=pictures, repeats=repeats, config=config)
+        found = _read_metadata(root, parts, name, pictures=pictures, config=config)
         if taken := sorted(found.keys() & listed.keys()):
             raise SourceError(f"{taken[0]} is listed in two metadata files; keep one of them")
         listed |= found
@@ -182,14 +182,9 @@ def _read_metadata(
     file: str,
     *,
     pictures: dict[Parts, list[Picture]],
-    repeats: dict[str, int],
     config: options.Dataset,
 ) -> dict[str, Entry]:
-    """Name -> entry of the rows `{"file_name": "a.png", "text": "a dog", "repeats": 2}` of a metadata file.
-
-    Args:
-        repeats: of each picture whose row has none, by name.
-    """
+    """Name -> entry of the rows `{"file_name": "a.png", "text": "a dog", "repeats": 2}` of a metadata file."""
     is_video = config.num_frames is not None
     known = {
         unicodedata.normalize("NFC", name): (name, content) for found in pictures.values() for _, name, content in found
@@ -212,10 +207,10 @@ def _read_metadata(
         name, content = known[wanted]
         if name in entries:
             raise SourceError(f"{where}: {relative} is listed twice; use repeats to show it more often")
-        given = str(row.get("repeats", 1))  # the values of a CSV are texts
-        if not given.isdecimal() or int(given) < 1:
+        repeats = str(row.get("repeats", 1))  # the values of a CSV are texts
+        if not repeats.isdecimal() or int(repeats) < 1:
             raise SourceError(f"{where}: repeats must be an integer of at least 1")
-        entries[name] = Entry(name, content, captions, int(given) if "repeats" in row else repeats[name])
+        entries[name] = Entry(name, content, captions, int(repeats))
     return entries
 
 
