@@ -362,6 +362,7 @@ def draw_on_ranks(folder: Path) -> None:
     draw_on_this_rank(folder, "2_fsdp", sharded, None)
     torch.save(draw_grid(sharded), folder / f"grid_{rank}.pt")
     draw_on_this_rank(folder, "2_reads", sharded, parts)
+    dist.barrier()  # the other rank may still read
     if rank == 0:
         parts._path(range(8, 10)).unlink()
         parts._path(range(4, 8)).unlink()
