@@ -92,7 +92,7 @@ def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
 
 
 def test_a_folder_that_lost_a_class_is_not_compared_with_a_run(moved: dict[str, Path], tmp_path: Path) -> None:
-    """Its labels are other numbers: a dog would stand beside "cat"."""
+    """Without the first class, the labels of all others shift: dogs would be compared with samples of cats."""
     photos = write_photos(tmp_path / "photos")
     trained = TrainedModel.open(moved["pixels"], device="cpu")
     trained.config = trained.config.replace({"dataset.root_dir": str(photos)})

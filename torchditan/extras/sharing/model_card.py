@@ -178,7 +178,7 @@ def _training(weights: Weights, public: Mapping[str, Any]) -> str:
 {how}The options are in `config.json`, without those of the machine.
 
 - hardware: {_code(hardware.get("device_name") or "not recorded")}, {devices} device(s)
-- time: {f"{seconds / 3600:.2g} hours" if seconds else "not recorded"}
+- time: {f"{seconds / 3600:,.2f} hours" if seconds else "not recorded"}
 - images seen: {weights.images_seen:,}
 - model FLOPs: {f"{flops:.2g}" if flops else "not recorded"}
 - code: {versions}, commit {_code(weights.git_commit)}"""
